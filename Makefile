@@ -43,7 +43,7 @@ interpret compile vllm: setup
 
 # No set-up here: a GPU machine has its own environment, made by `pip install .[cuda]`.
 gpu:
-	@python3 diff_tests/run_tiers.py gpu
+	@$(or $(PYTHON),python3) diff_tests/run_tiers.py gpu
 
 # The report is written even where a case failed: that is when it is wanted. Exit status: the run's.
 parity: setup

@@ -70,7 +70,8 @@ need(
     f"the distribution named vllm says version {held}; vLLM needs one that names the CPU",
     again,
 )
-for group, attribute in (("vllm.general_plugins", "register"), ("vllm.platform_plugins", "platform")):
+plugins = {"vllm.general_plugins": "register", "vllm.platform_plugins": "platform"}
+for group, attribute in plugins.items():
     found = [e.value for e in metadata.entry_points(group=group) if e.name == "mrv2"]
     value = f"mrv2_compat.plugin:{attribute}"
     need(
