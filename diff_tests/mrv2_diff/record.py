@@ -1,0 +1,142 @@
+"""One case's outcome as one line of JSON, with the figures and the environment behind it."""
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from mrv2_diff.verdict import Divergence, Verdict
+
+FORMAT = 1
+"""Version of the record's layout; a reader refuses others."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Quartiles:
+    """A measured quantity over the steps of a case."""
+
+    q1: float
+    median: float
+    q3: float
+    count: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Latency:
+    """Host time of one runner per step, in microseconds."""
+
+    execute_us: Quartiles
+    sample_us: Quartiles
+    output_us: Quartiles
+    total_us: Quartiles
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Memory:
+    """Bytes of one runner, weights and KV cache not counted."""
+
+    step_peak_tensor_bytes: int
+    """Largest sum of tensor bytes that a step held at once, from torch's allocation events."""
+    step_peak_python_bytes: int
+    """Largest growth of Python's heap within a step, from tracemalloc."""
+    state_held_bytes: int
+    """Tensors and arrays that the runner keeps between steps."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Agreement:
+    """How one kind of value compared, over all steps and both modes."""
+
+    compared: int
+    """Scalar values compared."""
+    differing: int
+    """Values outside the policy."""
+    max_abs_diff: float
+    required_tolerance: float
+    """The smallest bound under which every value would have agreed, in the policy's unit."""
+    policy: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Record:
+    """One case run against one pair of runners."""
+
+    id: str
+    area: str
+    feature: str
+    pair: tuple[str, str]
+    """Reference, candidate."""
+    verdict: Verdict
+    summary: str
+    """One sentence for people."""
+    modes: tuple[str, ...]
+    steps: int
+    request_steps: int
+    """Sum over steps of the requests scheduled in them, over all modes."""
+    events: dict[str, int]
+    """How often each lifecycle event happened: arrivals, finishes, preemptions, resumes, aborts, cache hits, chunks."""
+    agreements: dict[str, Agreement]
+    """By value name: tokens, logits, processed_logits, logprobs, ranks, input_ids, positions, seq_lens, slots, output, ledger."""
+    noise_floor: dict[str, float]
+    """Measured difference of the reference against itself, by value name."""
+    memory: dict[str, Memory]
+    """By runner name."""
+    latency: dict[str, Latency]
+    """By runner name."""
+    logit_diffs: list[float] = field(default_factory=list)
+    """Largest absolute difference of a logit at each step, for the plot."""
+    first_divergence: Divergence | None = None
+    error: str | None = None
+    """Traceback's last lines where a runner crashed."""
+    command: str
+    """Reruns exactly this case."""
+    environment: dict[str, str]
+    format: int = FORMAT
+
+    def to_json(self) -> bytes:
+        """Return one line of JSON without its newline."""
+        return msgspec.json.encode(asdict(self))
+
+
+def append(path: Path, record: Record) -> None:
+    """Add one whole line to `path` with a single write, so that an interruption leaves no half record.
+
+    Raises:
+        OSError: The disk is full or the folder is not writable.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("ab") as file:
+        file.write(record.to_json() + b"\n")
+        file.flush()
+
+
+def read(path: Path) -> Iterator[Record]:
+    """Yield the records of a file; a torn last line, left by a kill during a write, is skipped.
+
+    Raises:
+        ValueError: A line is no record of this format. Names file, line and what is wrong.
+    """
+    lines = path.read_bytes().split(b"\n")
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            yield decode(line)
+        except (msgspec.DecodeError, msgspec.ValidationError) as error:
+            if number == len(lines):
+                return
+            raise ValueError(f"{path}:{number} is not a record of format {FORMAT}: {error}") from error
+
+
+def decode(line: bytes) -> Record:
+    """Return the record in one line of JSON.
+
+    Raises:
+        msgspec.DecodeError: Not JSON, or not a record, or a record of another format.
+    """
+    raw: dict[str, Any] = msgspec.json.decode(line, type=dict[str, Any])
+    if raw.get("format") != FORMAT:
+        raise msgspec.ValidationError(f"format is {raw.get('format')}, this reader knows {FORMAT}")
+    return msgspec.convert(raw, Record)

@@ -1,0 +1,58 @@
+"""What a comparison can conclude, and where two runners first differ."""
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class Verdict(StrEnum):
+    """The outcome of one case. Only `MATCH`, `NEAR_TIE` and `KNOWN_DIFFERENCE` are no failure."""
+
+    MATCH = "MATCH"
+    """Every compared value agrees within its floor."""
+    NEAR_TIE = "NEAR_TIE"
+    """Tokens differ only where their logits lie inside the measured floor."""
+    KNOWN_DIFFERENCE = "KNOWN_DIFFERENCE"
+    """Differs as a decision record says it does."""
+    REFERENCE_WRONG = "REFERENCE_WRONG"
+    REFERENCE_CRASHED = "REFERENCE_CRASHED"
+    WRONG_SHAPE = "WRONG_SHAPE"
+    WRONG_VALUE = "WRONG_VALUE"
+    MISSING = "MISSING"
+    """One side produced a value that the other did not, or nothing was compared."""
+    OVER_BUDGET = "OVER_BUDGET"
+    """Memory or latency above the case's budget."""
+    IGNORED = "IGNORED"
+    """A parameter was accepted and had no effect."""
+    REFUSED = "REFUSED"
+    CRASHED = "CRASHED"
+    TIMED_OUT = "TIMED_OUT"
+    INCONCLUSIVE = "INCONCLUSIVE"
+    """The noise is larger than the bound."""
+    NOT_RUN = "NOT_RUN"
+
+    @property
+    def passes(self) -> bool:
+        """Whether a run that ends so may exit 0."""
+        return self in _PASSES
+
+
+_PASSES = frozenset({Verdict.MATCH, Verdict.NEAR_TIE, Verdict.KNOWN_DIFFERENCE})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Divergence:
+    """The first value of the step chain in which the candidate left the reference."""
+
+    mode: str
+    """`forced` (the reference's tokens are committed) or `free`."""
+    step: int
+    """Scheduled step of the case, counted from 0."""
+    value: str
+    """Name of the value in the step chain: `input_ids`, `positions`, `slots`, `logits`, ..."""
+    req_id: str
+    index: int
+    """Flat index within that request's part of the value."""
+    reference: str
+    candidate: str
+    policy: str
+    """The rule that was broken, with its bound."""

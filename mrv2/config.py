@@ -1,0 +1,50 @@
+"""What the runner is built for: sizes and device, resolved and checked before the first allocation."""
+
+from dataclasses import dataclass
+
+import torch
+
+from mrv2.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KVGroup:
+    """One group of layers that share a block table."""
+
+    block_size: int
+    """Tokens in a block, as the scheduler counts blocks."""
+    max_blocks: int
+    """Blocks that the longest request can hold: columns of this group's block table."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunnerConfig:
+    """Sizes of everything that the runner allocates, and where.
+
+    Raises:
+        ConfigError: A size is not positive, or a KV group cannot hold `max_model_len` tokens.
+    """
+
+    device: torch.device
+    max_num_reqs: int = 1024
+    """State rows: requests that can be live at once."""
+    max_num_tokens: int
+    """Tokens that one step can hold, over all requests."""
+    max_model_len: int
+    """Tokens that one request can hold, prompt and output together."""
+    vocab_size: int
+    kv_groups: tuple[KVGroup, ...]
+
+    def __post_init__(self) -> None:
+        for name in ("max_num_reqs", "max_num_tokens", "max_model_len", "vocab_size"):
+            value = getattr(self, name)
+            if value < 1:
+                raise ConfigError(f"{name} is {value}; it must be at least 1")
+        for index, group in enumerate(self.kv_groups):
+            if group.block_size < 1 or group.max_blocks < 1:
+                raise ConfigError(f"kv_groups[{index}] is {group}; block_size and max_blocks must be at least 1")
+            if group.block_size * group.max_blocks < self.max_model_len:
+                raise ConfigError(
+                    f"kv_groups[{index}] holds {group.block_size * group.max_blocks} tokens, fewer than "
+                    f"max_model_len {self.max_model_len}; raise max_blocks"
+                )

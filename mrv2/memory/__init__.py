@@ -1,0 +1,1 @@
+"""Memory that crosses between host and device without either waiting for the other."""

@@ -1,0 +1,120 @@
+"""Every copy between host and device, and why none of them can race.
+
+Host state is never pinned and never a copy's source. `upload` first copies the host's values into a staging buffer that belongs
+to the step being built, and the device reads only that. A step's staging buffer is written again at the earliest in the step after
+the next, and only if the device has passed the point that was recorded when the step ended; otherwise a fresh buffer joins the
+ring. So a host write after a step was queued cannot change that step, and nothing here blocks.
+
+On a CPU the path is the same, without pinning and without events.
+"""
+
+from collections.abc import Callable
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+Copy: TypeAlias = Callable[[Tensor, Tensor], None]
+"""`copy(destination, source)`, queued on the current stream. Tests pass one that is late on purpose."""
+
+_ALIGNMENT = 64
+"""Bytes. Keeps each value of a packed buffer aligned for any dtype."""
+_FIRST_CHUNK = 1 << 16
+"""Bytes of a staging buffer's first chunk; it grows to what a step needs."""
+
+
+def queue_copy(destination: Tensor, source: Tensor) -> None:
+    """Copy without waiting, in the order of the current stream."""
+    destination.copy_(source, non_blocking=True)
+
+
+class _StagingBuffer:
+    """Host bytes of one step: handed out from the front, and taken back all at once."""
+
+    def __init__(self, pinned: bool) -> None:
+        self._pinned = pinned
+        self._chunks = [self._chunk(_FIRST_CHUNK)]
+        self._used = 0
+        self.released: torch.cuda.Event | None = None
+
+    def reset(self) -> None:
+        """Take every byte back; several chunks become one that is large enough for all."""
+        if len(self._chunks) > 1:
+            self._chunks = [self._chunk(sum(chunk.numel() for chunk in self._chunks))]
+        self._used = 0
+
+    def take(self, values: npt.NDArray[np.generic]) -> Tensor:
+        """Return a host tensor of the values' dtype and shape that holds a copy of them."""
+        num_bytes = values.nbytes
+        if self._used + num_bytes > self._chunks[-1].numel():
+            self._chunks.append(self._chunk(max(num_bytes, 2 * self._chunks[-1].numel())))
+            self._used = 0
+        start = self._used
+        self._used += -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
+        source = torch.from_numpy(np.ascontiguousarray(values))
+        taken = self._chunks[-1][start : start + num_bytes].view(source.dtype).view(source.shape)
+        taken.copy_(source)
+        return taken
+
+    def _chunk(self, num_bytes: int) -> Tensor:
+        return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=self._pinned)
+
+
+class Transfers:
+    """Uploads and downloads of one runner, with a staging buffer for each step in flight.
+
+    Args:
+        device: Where the tensors live.
+        copy: How bytes are moved.
+    """
+
+    def __init__(self, device: torch.device, copy: Copy = queue_copy) -> None:
+        self.device = device
+        self._on_gpu = device.type == "cuda"
+        self._copy = copy
+        self._ring = [_StagingBuffer(pinned=self._on_gpu) for _ in range(2)]
+        self._current = 0
+
+    def begin_step(self) -> None:
+        """Move to a staging buffer that the device no longer reads."""
+        if self._on_gpu:
+            self._ring[self._current].released = self.record()
+        following = (self._current + 1) % len(self._ring)
+        released = self._ring[following].released
+        if released is not None and not released.query():
+            following = self._current + 1
+            self._ring.insert(following, _StagingBuffer(pinned=True))
+        self._ring[following].reset()
+        self._current = following
+
+    def upload(self, values: npt.NDArray[np.generic], out: Tensor | None = None) -> Tensor:
+        """Queue a copy of host values to the device.
+
+        Args:
+            values: Host values; they may change as soon as this returns.
+            out: Device tensor of the same shape and dtype to copy into; a fresh one by default.
+
+        Returns:
+            The device tensor.
+        """
+        staged = self._ring[self._current].take(values)
+        if out is None:
+            out = torch.empty(staged.shape, dtype=staged.dtype, device=self.device)
+        self._copy(out, staged)
+        return out
+
+    def download(self, values: Tensor) -> Tensor:
+        """Queue a copy of a device tensor to fresh host memory; valid once an event recorded after it has passed."""
+        out = torch.empty(values.shape, dtype=values.dtype, pin_memory=self._on_gpu)
+        self._copy(out, values)
+        return out
+
+    def record(self) -> torch.cuda.Event | None:
+        """Return an event behind everything queued so far; None on a CPU, where nothing is pending."""
+        if not self._on_gpu:
+            return None
+        event = torch.cuda.Event()
+        event.record()
+        return event

@@ -1,0 +1,62 @@
+"""A kernel launch as a value: which kernel, which grid, which arguments.
+
+A value can be run on a device, or compiled for one that is not there. The second is how a machine without a GPU proves that
+every kernel builds. `compile_offline` leans on `triton.runtime.jit.mangle_type`, which Triton does not document; it stays in this
+file, and a Triton upgrade that moves it is mended here.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.runtime.jit import mangle_type
+
+
+@dataclass(slots=True)
+class Launch:
+    """One launch of a Triton kernel. Not frozen: it is built on the path of every step, and frozen costs twice as much."""
+
+    kernel: Any
+    """The `triton.jit` function."""
+    grid: tuple[int, ...]
+    """Programs along each axis. An axis of 0 launches nothing."""
+    args: tuple[Any, ...]
+    """Run-time arguments in the kernel's order, before its constexprs."""
+    constexprs: Mapping[str, Any]
+    """Compile-time arguments by name."""
+    num_warps: int = 4
+
+    def run(self) -> None:
+        """Start the kernel; an empty grid starts nothing."""
+        if 0 in self.grid:
+            return
+        self.kernel[self.grid](*self.args, **self.constexprs, num_warps=self.num_warps)
+
+    def compile_offline(self, arch: int = 90) -> bytes:
+        """Compile for an NVIDIA device that need not be present.
+
+        Args:
+            arch: Compute capability times ten.
+
+        Returns:
+            The cubin.
+
+        Raises:
+            triton.CompilationError: The kernel does not build.
+        """
+        names = list(self.kernel.arg_names)
+        runtime = [name for name in names if name not in self.constexprs]
+        if len(runtime) != len(self.args):
+            raise TypeError(f"{self.kernel.fn.__name__} takes {runtime}, the launch gives {len(self.args)} arguments")
+        signature = {name: mangle_type(value) for name, value in zip(runtime, self.args, strict=True)}
+        signature |= dict.fromkeys(self.constexprs, "constexpr")
+        source = ASTSource(
+            self.kernel,
+            signature={name: signature[name] for name in names},
+            constexprs={(names.index(name),): value for name, value in self.constexprs.items()},
+        )
+        compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options={"num_warps": self.num_warps})
+        return bytes(compiled.asm["cubin"])

@@ -1,0 +1,45 @@
+"""What the runner needs from its host: a model, and attention metadata for it.
+
+`mrv2_compat` implements these over vLLM; tests implement them with a model of a few lines. Every call queues work on the current
+stream and returns without waiting.
+"""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from mrv2.batch.inputs import InputBatch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ForwardInputs:
+    """Exactly what the model is given."""
+
+    input_ids: Tensor
+    """[num_tokens] int32."""
+    positions: Tensor
+    """[num_tokens] int64."""
+    attention: object
+    """What `AttentionPlanner.plan` made; only the host's model knows its type."""
+
+
+class AttentionPlanner(Protocol):
+    """Turns a batch into the metadata that the host's attention layers read."""
+
+    def plan(self, batch: InputBatch) -> object:
+        """Return the metadata of one step.
+
+        Args:
+            batch: Inputs of the step, with a block table and a slot mapping for each KV group.
+        """
+
+
+class Model(Protocol):
+    """The network, from token ids to logits."""
+
+    def forward(self, inputs: ForwardInputs) -> Tensor:
+        """Return hidden states, [num_tokens, hidden_size], and write the KV of every token of the step."""
+
+    def compute_logits(self, hidden: Tensor) -> Tensor:
+        """Return logits, [num_logits, vocab_size], of the hidden states that are given, [num_logits, hidden_size]."""

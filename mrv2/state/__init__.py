@@ -1,0 +1,1 @@
+"""Permanent rows: one for each live request, claimed when it arrives and freed when it leaves."""

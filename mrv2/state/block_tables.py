@@ -1,0 +1,173 @@
+"""Which KV blocks each row holds, for each KV group, and the slots of a step's tokens in them."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from mrv2.config import KVGroup
+from mrv2.memory.staged import StagedWriteTensor
+from mrv2.memory.transfers import Transfers
+from mrv2.ops.launch import Launch
+from mrv2.ops.twin import TwinOp
+from mrv2.plan import Arrival
+
+
+@triton.jit
+def _gather_block_table_kernel(
+    table_ptr: tl.tensor,
+    table_stride: tl.tensor,
+    rows_ptr: tl.tensor,
+    num_columns: tl.tensor,
+    out_ptr: tl.tensor,
+    out_stride: tl.tensor,
+    BLOCK: tl.constexpr,
+) -> None:
+    batch_idx = tl.program_id(0)
+    row = tl.load(rows_ptr + batch_idx).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = column < num_columns
+    block_ids = tl.load(table_ptr + row * table_stride + column, mask=mask)
+    tl.store(out_ptr + batch_idx.to(tl.int64) * out_stride + column, block_ids, mask=mask)
+
+
+def _gather_block_table_launch(table: Tensor, rows: Tensor, num_columns: int, out: Tensor) -> Launch:
+    block = 256
+    grid = (rows.shape[0], triton.cdiv(num_columns, block))
+    args = (table, table.stride(0), rows, num_columns, out, out.stride(0))
+    return Launch(_gather_block_table_kernel, grid, args, {"BLOCK": block})
+
+
+def _gather_block_table_reference(table: Tensor, rows: Tensor, num_columns: int, out: Tensor) -> None:
+    """Gather the block tables of a batch in its order.
+
+    Args:
+        table: [max_rows, max_blocks] int32. Block ids by row.
+        rows: [num_reqs] int32. Batch position -> row.
+        num_columns: Columns to gather: blocks of the longest request of the batch.
+        out: [>= num_reqs, >= num_columns] int32. Written in its first `num_reqs` rows and `num_columns` columns.
+    """
+    out[: rows.shape[0], :num_columns] = table[:, :num_columns].index_select(0, rows)
+
+
+gather_block_table = TwinOp(
+    "state.gather_block_table",
+    reference=_gather_block_table_reference,
+    launch=_gather_block_table_launch,
+    mutates=frozenset({"out"}),
+)
+
+
+@triton.jit
+def _slot_mapping_kernel(
+    block_table_ptr: tl.tensor,
+    block_table_stride: tl.tensor,
+    query_start_loc_ptr: tl.tensor,
+    positions_ptr: tl.tensor,
+    block_size: tl.tensor,
+    slots_ptr: tl.tensor,
+    BLOCK: tl.constexpr,
+) -> None:
+    batch_idx = tl.program_id(0)
+    start = tl.load(query_start_loc_ptr + batch_idx)
+    end = tl.load(query_start_loc_ptr + batch_idx + 1)
+    token_idx = start + tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = token_idx < end
+    position = tl.load(positions_ptr + token_idx, mask=mask, other=0)
+    column = position // block_size
+    block_id = tl.load(block_table_ptr + batch_idx.to(tl.int64) * block_table_stride + column, mask=mask, other=0)
+    slot = block_id.to(tl.int64) * block_size + position % block_size
+    tl.store(slots_ptr + token_idx, slot, mask=mask)
+
+
+def _slot_mapping_launch(
+    block_table: Tensor,
+    query_start_loc: Tensor,
+    positions: Tensor,
+    block_size: int,
+    max_query_len: int,
+    slots: Tensor,
+) -> Launch:
+    block = 256
+    grid = (query_start_loc.shape[0] - 1, triton.cdiv(max_query_len, block))
+    args = (block_table, block_table.stride(0), query_start_loc, positions, block_size, slots)
+    return Launch(_slot_mapping_kernel, grid, args, {"BLOCK": block})
+
+
+def _slot_mapping_reference(
+    block_table: Tensor,
+    query_start_loc: Tensor,
+    positions: Tensor,
+    block_size: int,
+    max_query_len: int,
+    slots: Tensor,
+) -> None:
+    """Find the KV slot of every token of a batch: `block_table[request, position // block_size] * block_size + position % block_size`.
+
+    Args:
+        block_table: [num_reqs, num_columns] int32. Gathered, in batch order.
+        query_start_loc: [num_reqs + 1] int32. First token of each request; the last entry is `num_tokens`.
+        positions: [num_tokens] int64.
+        block_size: Tokens in a block.
+        max_query_len: Tokens of the longest query.
+        slots: [num_tokens] int64. Written.
+    """
+    query_lens = query_start_loc.diff()
+    batch_idx = torch.repeat_interleave(query_lens, output_size=positions.shape[0])
+    column = positions.div(block_size, rounding_mode="floor")
+    torch.add(positions - column * block_size, block_table[batch_idx, column].long(), alpha=block_size, out=slots)
+
+
+slot_mapping = TwinOp(
+    "state.slot_mapping",
+    reference=_slot_mapping_reference,
+    launch=_slot_mapping_launch,
+    mutates=frozenset({"slots"}),
+)
+
+
+class BlockTables:
+    """The block table of each KV group, a row for each request.
+
+    Args:
+        groups: KV groups in the scheduler's order.
+        max_num_reqs: Rows.
+        transfers: Carries staged writes.
+    """
+
+    def __init__(self, groups: Sequence[KVGroup], max_num_reqs: int, transfers: Transfers) -> None:
+        self.groups = tuple(groups)
+        self.tables = tuple(
+            StagedWriteTensor((max_num_reqs, group.max_blocks), torch.int32, transfers.device, transfers) for group in groups
+        )
+        self._num_blocks = np.zeros((len(self.groups), max_num_reqs), dtype=np.int32)
+
+    def admit(self, row: int, arrival: Arrival) -> None:
+        """Stage the blocks of a request that arrived, from the first column on."""
+        self.append(row, arrival.block_ids)
+
+    def evict(self, row: int) -> None:
+        """Forget the row's blocks."""
+        self._num_blocks[:, row] = 0
+
+    def flush(self) -> None:
+        """Queue the staged writes of every group."""
+        for table in self.tables:
+            table.apply_write()
+
+    def append(self, row: int, block_ids: Sequence[Sequence[int]]) -> None:
+        """Stage more blocks behind those that the row holds.
+
+        Args:
+            row: The request's row.
+            block_ids: New blocks for each KV group; a group may have none.
+
+        Raises:
+            CapacityError: A group's table has no room for them.
+        """
+        for index, (table, blocks) in enumerate(zip(self.tables, block_ids, strict=True)):
+            table.stage_write(row, int(self._num_blocks[index, row]), blocks)
+            self._num_blocks[index, row] += len(blocks)

@@ -1,0 +1,64 @@
+"""Token ids and progress of each row.
+
+`token_ids` holds every token that is known: the host writes the prompt (and earlier outputs, after a preemption) when a request
+arrives, the device appends what it draws. `num_computed_tokens` is advanced on the device as well, so that the next step can be
+queued before anybody has seen the last one's tokens. The host only steps in where the scheduler says something else than what
+the device counts: at an arrival, and when progress is taken back.
+"""
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from mrv2.memory.staged import StagedWriteTensor
+from mrv2.memory.transfers import Transfers
+from mrv2.plan import Arrival
+
+
+class RequestColumns:
+    """Tokens and counters, a row for each request.
+
+    Args:
+        max_num_reqs: Rows.
+        max_model_len: Tokens that a row can hold.
+        transfers: Carries staged writes.
+    """
+
+    def __init__(self, max_num_reqs: int, max_model_len: int, transfers: Transfers) -> None:
+        device = transfers.device
+        self.token_ids = StagedWriteTensor((max_num_reqs, max_model_len), torch.int32, device, transfers)
+        self.num_computed_tokens = StagedWriteTensor((max_num_reqs,), torch.int32, device, transfers)
+        self._counted = np.zeros(max_num_reqs, dtype=np.int32)
+        """What the device will count once everything queued has run; it tells when the scheduler disagrees."""
+
+    def admit(self, row: int, arrival: Arrival) -> None:
+        """Stage the known tokens and the progress of a request that arrived."""
+        self.token_ids.stage_write(row, 0, arrival.token_ids)
+        self._stage_progress(row, arrival.num_computed_tokens)
+
+    def evict(self, row: int) -> None:
+        """Forget the progress; the tokens of a freed row are never read, since positions start at the next owner's progress."""
+        self._counted[row] = 0
+
+    def flush(self) -> None:
+        """Queue the staged writes."""
+        self.token_ids.apply_write()
+        self.num_computed_tokens.apply_write()
+
+    def agree(self, rows: npt.NDArray[np.int32], num_computed_tokens: npt.NDArray[np.int32]) -> None:
+        """Stage the scheduler's progress for each row where the device counts something else.
+
+        Args:
+            rows: [num_reqs] int32.
+            num_computed_tokens: [num_reqs] int32, the scheduler's.
+        """
+        for index in np.flatnonzero(self._counted[rows] != num_computed_tokens):
+            self._stage_progress(int(rows[index]), int(num_computed_tokens[index]))
+
+    def advance(self, rows: npt.NDArray[np.int32], num_tokens: npt.NDArray[np.int32]) -> None:
+        """Note that a queued step will run `num_tokens` [num_reqs] int32 more of each row."""
+        self._counted[rows] += num_tokens
+
+    def _stage_progress(self, row: int, num_computed_tokens: int) -> None:
+        self.num_computed_tokens.stage_write(row, 0, (num_computed_tokens,))
+        self._counted[row] = num_computed_tokens
