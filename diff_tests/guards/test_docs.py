@@ -1,4 +1,4 @@
-"""Relative links in the project's Markdown lead somewhere, and the feature table names what exists."""
+"""Relative links in the Markdown lead somewhere, and the feature table names what exists."""
 
 import re
 from pathlib import Path
