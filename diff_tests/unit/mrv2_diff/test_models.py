@@ -17,15 +17,16 @@ from mrv2_diff.models import (
 from mrv2_diff.models.tokenizer import VOCAB_SIZE
 
 PROMPTS = (
-    "The quick brown fox",
+    "The quick brown fox jumps",
     "Once upon a time, in a land",
-    "def f(x):\n    return",
-    "1, 2, 3, 4,",
-    "Water boils at",
-    "a",
-    "zzzzzzzz",
-    "It was the best of times, it was the worst of times",
+    "def f(x):\n    return x + 1",
+    "1, 2, 3, 4, 5, 6, 7, 8",
+    "Water boils at one hundred",
+    "aaaaaaaaaaaaaaaa",
+    "zyxwvutsrqponmlk",
+    "It was the best of times",
 )
+PROMPT_TOKENS = 8
 ALTERNATING = ModelSpec(layers=4, sliding_window=16, sliding_layers="alternate")
 NEW_TOKENS = 64
 
@@ -66,26 +67,22 @@ def test_logits_are_spread_like_a_trained_models(tmp_path: Path, spec: ModelSpec
     make_model(tmp_path / "model", spec)
     model, tokenizer = _load(tmp_path / "model")
     assert len(tokenizer) == model.config.vocab_size == VOCAB_SIZE
-    gaps, entropies, continuations = [], [], []
-    for prompt in PROMPTS:
-        prompt_ids = tokenizer(prompt, return_tensors="pt").input_ids
-        length = prompt_ids.shape[1]
-        with torch.no_grad():
-            ids = model.generate(
-                prompt_ids,
-                do_sample=False,
-                max_new_tokens=NEW_TOKENS,
-                min_new_tokens=NEW_TOKENS,
-                pad_token_id=0,
-            )
-            logits = model(ids).logits[0, length - 1 : -1].double()
-        best = logits.topk(2).values
-        gaps.append(best[:, 0] - best[:, 1])
-        entropies.append(-(logits.softmax(-1) * logits.log_softmax(-1)).sum(-1))
-        continuations.append(tuple(ids[0, length:].tolist()))
-    assert torch.cat(gaps).median() > 0.5
-    assert 1.0 < torch.cat(entropies).median() < 4.0
-    assert len(set(continuations)) == len(PROMPTS)
+    prompts = torch.tensor([tokenizer(prompt).input_ids[:PROMPT_TOKENS] for prompt in PROMPTS])
+    with torch.no_grad():
+        ids = model.generate(
+            prompts,
+            do_sample=False,
+            max_new_tokens=NEW_TOKENS,
+            min_new_tokens=NEW_TOKENS,
+            pad_token_id=0,
+        )
+        logits = model(ids).logits[:, PROMPT_TOKENS - 1 : -1].double()
+    continuations = {tuple(tokens) for tokens in ids[:, PROMPT_TOKENS:].tolist()}
+    best = logits.topk(2).values
+    assert (best[..., 0] - best[..., 1]).median() > 0.5
+    entropy = -(logits.softmax(-1) * logits.log_softmax(-1)).sum(-1)
+    assert 1.0 < entropy.median() < 4.0
+    assert len(continuations) == len(PROMPTS)
     assert min(len(set(tokens)) for tokens in continuations) > NEW_TOKENS // 4
 
 
