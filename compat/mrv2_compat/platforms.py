@@ -1,0 +1,234 @@
+"""vLLM's CPU and CUDA platforms with one change: where a worker is chosen, ours may be.
+
+`CpuPlatform` and `CudaPlatform` are made when vLLM asks for them by dotted name, each a subclass of
+the very class that vLLM would have used, because importing the CUDA one on a machine without CUDA
+fails. They act in three places, all of them hooks that vLLM offers to platforms: early in the
+building of a configuration (`auto` decides whether V1-mode scheduling can serve it), at its end
+(the worker is put in place, and an unsupported configuration is refused, in the process that
+builds it), and for each request.
+
+Order matters at the end: refusals are looked for after vLLM's own platform code, because that code
+changes the configuration; it also replaces a worker name of "auto", so the name is read before.
+"""
+
+import os
+from functools import cache
+from typing import Any
+
+from mrv2.errors import ConfigError, UnsupportedByRunner
+from mrv2_compat import selection as sel
+from mrv2_compat.vllm_v1 import refusals, versions
+
+AUTO_WORKER = "auto"
+"""vLLM's own value of `worker_cls` for "the platform chooses"."""
+
+CPU = "cpu"
+CUDA = "cuda"
+CLASS_NAMES = {CPU: "CpuPlatform", CUDA: "CudaPlatform"}
+WORKERS = {
+    CPU: "mrv2_compat.vllm_v1.worker.CpuWorker",
+    CUDA: "mrv2_compat.vllm_v1.worker.CudaWorker",
+}
+
+
+def builtin_platform() -> tuple[str, str] | None:
+    """Return the kind ("cpu" or "cuda") and dotted name of the platform that vLLM would choose.
+
+    None where that platform is neither.
+    """
+    from vllm.platforms import builtin_platform_plugins
+
+    for kind in (CUDA, CPU):
+        dotted = builtin_platform_plugins[kind]()
+        if dotted is not None:
+            return kind, str(dotted)
+    return None
+
+
+def dotted_name(kind: str) -> str:
+    """Return the name by which vLLM imports our platform of a kind."""
+    return f"{__name__}.{CLASS_NAMES[kind]}"
+
+
+def is_ours(platform: object) -> bool:
+    """Return whether a platform object is an instance of one made here."""
+    return type(platform).__module__ == __name__
+
+
+def __getattr__(name: str) -> Any:
+    """Make `CpuPlatform` or `CudaPlatform` when it is first asked for."""
+    for kind, class_name in CLASS_NAMES.items():
+        if name == class_name:
+            return _platform_class(kind)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+@cache
+def _platform_class(kind: str) -> type:
+    from vllm.utils.import_utils import resolve_obj_by_qualname
+
+    found = builtin_platform()
+    if found is None or found[0] != kind:
+        raise ConfigError(
+            f"{dotted_name(kind)} needs a machine and a vLLM for {kind!r}; vLLM's own choice here "
+            f"is {found[1] if found else 'neither cpu nor cuda'}"
+        )
+    base: Any = resolve_obj_by_qualname(found[1])
+
+    class Mrv2Platform(base):
+        """vLLM's platform, with our worker where MRV2_RUNNER asks for it."""
+
+        @classmethod
+        def apply_config_platform_defaults(cls, vllm_config: Any) -> None:
+            super().apply_config_platform_defaults(vllm_config)
+            choose_dialect(vllm_config)
+
+        @classmethod
+        def check_and_update_config(cls, vllm_config: Any) -> None:
+            asked_worker = vllm_config.parallel_config.worker_cls
+            super().check_and_update_config(vllm_config)
+            settle(vllm_config, asked_worker, kind)
+
+        @classmethod
+        def validate_request(cls, processed_inputs: Any, params: Any) -> None:
+            super().validate_request(processed_inputs, params)
+            refuse_request(processed_inputs, params)
+
+    Mrv2Platform.__name__ = Mrv2Platform.__qualname__ = CLASS_NAMES[kind]
+    return Mrv2Platform
+
+
+def choose_dialect(vllm_config: Any) -> None:
+    """For `auto`: set V1-mode scheduling unless V1 cannot run this configuration.
+
+    Ours and V1's runner both need it; which of the two runs is settled at the end, when the
+    configuration is final. Without a model there is nothing to decide.
+    """
+    selection = sel.current_selection()
+    if selection is None or selection.name != sel.AUTO or vllm_config.model_config is None:
+        return
+    if refusals.v1_obstacles(vllm_config):
+        sel.release_flag(os.environ)
+    else:
+        sel.claim_flag(os.environ)
+
+
+def settle(vllm_config: Any, asked_worker: str, kind: str) -> None:
+    """Choose the runner for a final configuration, put its worker in place, and say so.
+
+    Args:
+        vllm_config: vLLM's configuration, after vLLM's own platform code.
+        asked_worker: `worker_cls` as it was before that code; "auto" where the user named none.
+        kind: "cpu" or "cuda".
+
+    Raises:
+        ConfigError: A setting contradicts the selection, the worker is not one of the runner's, or
+            the runner does not support the configuration; then with every reason.
+    """
+    selection = sel.current_selection()
+    if selection is None or vllm_config.model_config is None:
+        return
+    sel.require_entry_points(os.environ)
+    sel.require_no_conflict(selection, os.environ)
+    decision = _decide(selection, vllm_config, asked_worker, kind)
+    worker = _worker_of(decision, selection, kind)
+    if worker is not None and asked_worker == AUTO_WORKER:
+        vllm_config.parallel_config.worker_cls = worker
+    if decision.runner != sel.VLLM and vllm_config.use_v2_model_runner:
+        raise ConfigError(
+            f"{sel.RUNNER_VAR}={selection.name!r} needs V1-mode scheduling, and vLLM schedules for "
+            f"its V2 runner ({sel.FLAG_VAR}={os.environ.get(sel.FLAG_VAR)!r}): drop the feature "
+            f"that only its V2 runner has, or unset {sel.RUNNER_VAR}"
+        )
+    os.environ[sel.DECISION_VAR] = decision.runner
+    _say(decision, selection, vllm_config.parallel_config.worker_cls)
+
+
+def _decide(
+    selection: sel.Selection, vllm_config: Any, asked_worker: str, kind: str
+) -> sel.Decision:
+    if selection.name == sel.AUTO:
+        reasons = [
+            *_refusals(vllm_config),
+            *map(str, refusals.default_request_refusals(vllm_config)),
+            *_foreign_worker(asked_worker, WORKERS[kind]),
+        ]
+        return sel.decide_auto(reasons, refusals.v1_obstacles(vllm_config))
+    if selection.name == sel.MRV2:
+        reasons = _refusals(vllm_config) + _foreign_worker(asked_worker, WORKERS[kind])
+        if reasons:
+            raise UnsupportedByRunner(reasons)
+    elif selection.name == sel.V1 and asked_worker in WORKERS.values():
+        raise ConfigError(
+            f"worker_cls={asked_worker!r} runs mrv2, and {sel.RUNNER_VAR}=v1 asks for V1: "
+            "unset one of the two"
+        )
+    return sel.Decision(runner=selection.name, why="it was asked for")
+
+
+def _refusals(vllm_config: Any) -> list[str]:
+    return [
+        *versions.version_refusals(versions.installed_vllm()),
+        *map(str, refusals.config_refusals(vllm_config)),
+        *map(str, refusals.environment_refusals(os.environ)),
+    ]
+
+
+def _worker_of(decision: sel.Decision, selection: sel.Selection, kind: str) -> str | None:
+    """Return the worker that a decision needs; None where vLLM's own choice is right."""
+    if decision.runner == sel.MRV2:
+        return WORKERS[kind]
+    if selection.load_choice is not None:
+        return selection.load_choice().worker_class(kind)
+    return None
+
+
+def _foreign_worker(asked: str, ours: str) -> list[str]:
+    """Return the reason why a worker that the user named cannot run our runner, if it cannot.
+
+    A class that the user named is imported here, in the process that builds the configuration:
+    there is no other way to know that it is a subclass of ours.
+    """
+    from vllm.utils.import_utils import resolve_obj_by_qualname
+
+    if asked in (AUTO_WORKER, ours):
+        return []
+    if issubclass(resolve_obj_by_qualname(asked), resolve_obj_by_qualname(ours)):
+        return []
+    return [
+        f"a worker of another kind (worker_cls={asked}): leave worker_cls out, or make the class "
+        f"a subclass of {ours}"
+    ]
+
+
+def _say(decision: sel.Decision, selection: sel.Selection, worker: str) -> None:
+    """Log the one line that names the runner and the reason."""
+    from vllm.logger import init_logger
+
+    names = {
+        sel.MRV2: f"mrv2 {versions.runner_version()}",
+        sel.V1: "v1, vLLM's V1 runner",
+        sel.VLLM: "vLLM's own choice",
+    }
+    # A child of vLLM's logger: no other has a handler.
+    init_logger(f"vllm.{__name__}").info_once(
+        "runner: %s; worker %s; because %s=%s and %s",
+        names.get(decision.runner, decision.runner),
+        worker,
+        sel.RUNNER_VAR,
+        selection.name,
+        decision.why,
+    )
+
+
+def refuse_request(engine_input: Any, params: Any) -> None:
+    """Refuse a request that asks our runner for something it does not support.
+
+    Raises:
+        UnsupportedByRunner: With every reason; vLLM's server answers 400 with its text.
+    """
+    if os.environ.get(sel.DECISION_VAR) != sel.MRV2:
+        return
+    reasons = refusals.request_refusals(params, engine_input)
+    if reasons:
+        raise UnsupportedByRunner([str(reason) for reason in reasons])

@@ -1,0 +1,1 @@
+"""The adapter for vLLM's V1 engine, its scheduler in the V1 dialect."""
