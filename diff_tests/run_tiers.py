@@ -27,7 +27,7 @@ CHECKS: tuple[tuple[str, ...], ...] = (
     ("ruff", "format", "--check", "."),
     ("ruff", "check", "."),
     ("mypy",),
-    ("lint-imports", "--no-cache"),
+    ("lint-imports", "--no-cache", "--no-logo"),
 )
 
 

@@ -2,7 +2,28 @@
 
 import mrv2
 
-PUBLIC: list[str] = []
+PUBLIC = [
+    "Arrival",
+    "CapacityError",
+    "ConfigError",
+    "Continuation",
+    "KVGroup",
+    "Logprobs",
+    "Mrv2Error",
+    "NullTrace",
+    "PendingOutput",
+    "Probe",
+    "ProtocolError",
+    "Runner",
+    "RunnerConfig",
+    "RunnerOutput",
+    "Sampling",
+    "Scheduled",
+    "StepInFlight",
+    "StepPlan",
+    "StepTrace",
+    "UnsupportedByRunner",
+]
 
 
 def test_public_names_are_the_frozen_list() -> None:
