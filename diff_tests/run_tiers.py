@@ -118,7 +118,7 @@ def _run_tier(name: str) -> Outcome:
     environment.update(tier.environment)
     with tempfile.TemporaryDirectory(prefix="mrv2-tier-") as folder:
         report = Path(folder) / "junit.xml"
-        command = [sys.executable, "-m", "pytest", "-q", "-m", tier.marks, *tier.paths]
+        command = [sys.executable, "-m", "pytest", "-m", tier.marks, *tier.paths]
         command += [f"--ignore={path}" for path in tier.ignored]
         command += [f"--junit-xml={report}"]
         status = _wait(command, environment)

@@ -45,8 +45,8 @@ need(
     torch.version.cuda is None and torch.version.hip is None,
     f"torch {torch.__version__} is a build for CUDA {torch.version.cuda} (HIP {torch.version.hip}),"
     " not for the CPU",
-    "install the CPU build of the same version: pip install --no-deps --force-reinstall"
-    " torch==VERSION+cpu, from the index for CPU wheels that pytorch.org names",
+    "set PIP_EXTRA_INDEX_URL to PyTorch's index of CPU wheels, remove .venv and run make setup"
+    " again",
 )
 for name in ("torchvision", "torchaudio", "torchcodec"):
     need(
