@@ -48,18 +48,22 @@ def reference_gumbel(high: Tensor, low: Tensor) -> Tensor:
     v over what the rounding left of it. Where it left nothing, log1p(-v) is -v.
 
     Args:
-        high: Any shape, int64 in [0, 2**32).
+        high: Any shape, int32 with the bits of the word.
         low: As `high`.
 
     Returns:
         float32 of that shape, finite: in [-2.82, 45.1].
     """
-    v = high.float() * _HIGH.value + low.float() * _LOW.value
+    v = _unsigned(high) * _HIGH.value + _unsigned(low) * _LOW.value
     v = v.clamp(_LEAST.value, _MOST.value)
     rest = 1.0 - v
     lost = 1.0 - rest
     exact = -rest.log() * (v / torch.where(lost == 0.0, 1.0, lost))
     return -torch.where(lost == 0.0, v, exact).log()
+
+
+def _unsigned(word: Tensor) -> Tensor:
+    return (word.long() & 0xFFFFFFFF).float()
 
 
 @triton.jit
@@ -73,7 +77,7 @@ def _noise_kernel(
     mask = offset < num_words
     high = tl.load(words_ptr + offset * 2, mask=mask, other=1)
     low = tl.load(words_ptr + offset * 2 + 1, mask=mask, other=1)
-    value = device_gumbel(high.to(tl.uint32), low.to(tl.uint32))
+    value = device_gumbel(high.to(tl.uint32, bitcast=True), low.to(tl.uint32, bitcast=True))
     tl.store(noise_ptr + offset, value, mask=mask)
 
 
@@ -92,7 +96,7 @@ def _noise_reference(noise: Tensor, words: Tensor) -> None:
 
     Args:
         noise: [num_words] float32.
-        words: [num_words, 2] int64 in [0, 2**32), contiguous. High and low word.
+        words: [num_words, 2] int32, contiguous. Bits of the high and the low word.
     """
     noise.copy_(reference_gumbel(words[:, 0], words[:, 1]))
 
@@ -193,7 +197,7 @@ def _draw_reference(
     """
     rows = logit_rows.long()
     token_ids.copy_(logits.argmax(dim=1))
-    vocabulary = torch.arange(logits.shape[1])
+    vocabulary = torch.arange(logits.shape[1], dtype=torch.int32)
     random = temperature[rows].nonzero().flatten()
     chunk_size = max(1, _CHUNK_ELEMENTS // logits.shape[1])
     for start in range(0, len(random), chunk_size):

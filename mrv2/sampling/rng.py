@@ -21,7 +21,6 @@ from torch import Tensor
 from mrv2.ops.launch import Launch
 from mrv2.ops.twin import TwinOp
 
-_MASK = 0xFFFFFFFF
 BLOCK = 1024
 """Tokens that a program of `words` hashes."""
 
@@ -70,13 +69,13 @@ def reference_mix(word: Tensor) -> Tensor:
     """Return each word mixed, a bijection of 32-bit words.
 
     Args:
-        word: Any shape, int64 in [0, 2**32).
+        word: Any shape, int32 with the bits of the word.
     """
-    word = word ^ (word >> 16)
-    word = (word * 0x85EBCA6B) & _MASK
-    word = word ^ (word >> 13)
-    word = (word * 0xC2B2AE35) & _MASK
-    return word ^ (word >> 16)
+    word = word ^ _shifted(word, 16)
+    word = word * _as_int32(0x85EBCA6B)
+    word = word ^ _shifted(word, 13)
+    word = word * _as_int32(0xC2B2AE35)
+    return word ^ _shifted(word, 16)
 
 
 def reference_key(seed: Tensor, position: Tensor) -> tuple[Tensor, Tensor]:
@@ -87,14 +86,14 @@ def reference_key(seed: Tensor, position: Tensor) -> tuple[Tensor, Tensor]:
         position: As `seed`. Position of the token to be drawn.
 
     Returns:
-        Two tensors of that shape, int64 in [0, 2**32).
+        Two int32 tensors of that shape, with the bits of the words.
     """
-    seed_low, seed_high = seed & _MASK, (seed >> 32) & _MASK
-    position_low, position_high = position & _MASK, (position >> 32) & _MASK
-    first = reference_mix(position_high ^ 0x9E3779B9)
+    seed_low, seed_high = seed.int(), (seed >> 32).int()
+    position_low, position_high = position.int(), (position >> 32).int()
+    first = reference_mix(position_high ^ _as_int32(0x9E3779B9))
     for word in (seed_high, seed_low, position_low):
         first = reference_mix(first ^ word)
-    second = reference_mix(position_high ^ 0x7F4A7C15)
+    second = reference_mix(position_high ^ _as_int32(0x7F4A7C15))
     for word in (seed_low, position_low, seed_high):
         second = reference_mix(second ^ word)
     return first, second
@@ -104,16 +103,25 @@ def reference_words(first: Tensor, second: Tensor, token_ids: Tensor) -> tuple[T
     """Return the two random words of each token under a key; shapes broadcast.
 
     Args:
-        first: int64 in [0, 2**32), of `reference_key`.
+        first: int32, of `reference_key`.
         second: As `first`.
-        token_ids: int64 in [0, 2**31).
+        token_ids: int32.
 
     Returns:
-        The high and the low word, int64 in [0, 2**32).
+        The high and the low word, int32 with their bits.
     """
     high = reference_mix(reference_mix(token_ids ^ first) ^ second)
     low = reference_mix(reference_mix(token_ids ^ second) ^ first)
     return high, low
+
+
+def _shifted(word: Tensor, bits: int) -> Tensor:
+    """Shift right as if unsigned: torch cannot shift uint32, and int32 is its fastest integer."""
+    return (word >> bits) & (0xFFFFFFFF >> bits)
+
+
+def _as_int32(word: int) -> int:
+    return word - 2**32 if word >= 2**31 else word
 
 
 @triton.jit
@@ -130,8 +138,8 @@ def _words_kernel(
     mask = token_ids < num_tokens
     high, low = device_words(first, second, token_ids)
     cell = words_ptr + (draw * num_tokens + token_ids) * 2
-    tl.store(cell, high.to(tl.int64), mask=mask)
-    tl.store(cell + 1, low.to(tl.int64), mask=mask)
+    tl.store(cell, high.to(tl.int32, bitcast=True), mask=mask)
+    tl.store(cell + 1, low.to(tl.int32, bitcast=True), mask=mask)
 
 
 def _words_launch(words: Tensor, seeds: Tensor, positions: Tensor) -> Launch:
@@ -144,13 +152,13 @@ def _words_reference(words: Tensor, seeds: Tensor, positions: Tensor) -> None:
     """Write the random words of every token of every draw.
 
     Args:
-        words: [num_draws, num_tokens, 2] int64 in [0, 2**32), contiguous. High and low word of
+        words: [num_draws, num_tokens, 2] int32, contiguous. Bits of the high and the low word of
             each token id.
         seeds: [num_draws] int64.
         positions: [num_draws] int64.
     """
     first, second = reference_key(seeds, positions)
-    token_ids = torch.arange(words.shape[1], device=words.device)
+    token_ids = torch.arange(words.shape[1], dtype=torch.int32)
     high, low = reference_words(first.unsqueeze(1), second.unsqueeze(1), token_ids)
     words[..., 0] = high
     words[..., 1] = low
