@@ -41,9 +41,9 @@ test: setup
 interpret compile vllm: setup
 	@$(TIERS) $@
 
-# No set-up here: a GPU machine has its own environment, made by `pip install .[cuda]`.
+# No set-up here: on a GPU machine name its own environment, `make gpu PYTHON=python`.
 gpu:
-	@$(or $(PYTHON),python3) diff_tests/run_tiers.py gpu
+	@$(or $(PYTHON),$(wildcard $(BIN)/python),python3) diff_tests/run_tiers.py gpu
 
 # The report is written even where a case failed: that is when it is wanted. Exit status: the run's.
 parity: setup
