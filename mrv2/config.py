@@ -42,7 +42,9 @@ class RunnerConfig:
                 raise ConfigError(f"{name} is {value}; it must be at least 1")
         for index, group in enumerate(self.kv_groups):
             if group.block_size < 1 or group.max_blocks < 1:
-                raise ConfigError(f"kv_groups[{index}] is {group}; block_size and max_blocks must be at least 1")
+                raise ConfigError(
+                    f"kv_groups[{index}] is {group}; block_size and max_blocks must be at least 1"
+                )
             if group.block_size * group.max_blocks < self.max_model_len:
                 raise ConfigError(
                     f"kv_groups[{index}] holds {group.block_size * group.max_blocks} tokens, fewer than "

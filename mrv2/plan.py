@@ -30,11 +30,15 @@ class Sampling:
 
     def __post_init__(self) -> None:
         if not 0.0 <= self.temperature < float("inf"):
-            raise ConfigError(f"temperature is {self.temperature}; it must be finite and at least 0")
+            raise ConfigError(
+                f"temperature is {self.temperature}; it must be finite and at least 0"
+            )
         if not -(2**63) <= self.seed < 2**64:
             raise ConfigError(f"seed is {self.seed}; it must fit in 64 bits")
         if self.num_logprobs is not None and self.num_logprobs < ALL_LOGPROBS:
-            raise ConfigError(f"num_logprobs is {self.num_logprobs}; it must be -1 (all), 0, or more")
+            raise ConfigError(
+                f"num_logprobs is {self.num_logprobs}; it must be -1 (all), 0, or more"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -42,13 +42,17 @@ def _staged_write_kernel(
     tl.store(target_ptr + row * target_stride + start + column, value, mask=mask)
 
 
-def _staged_write_launch(target: Tensor, packed: Tensor, num_writes: int, max_length: int) -> Launch:
+def _staged_write_launch(
+    target: Tensor, packed: Tensor, num_writes: int, max_length: int
+) -> Launch:
     block = 256
     grid = (num_writes, triton.cdiv(max_length, block))
     return Launch(_staged_write_kernel, grid, (target, target.stride(0), packed), {"BLOCK": block})
 
 
-def _staged_write_reference(target: Tensor, packed: Tensor, num_writes: int, max_length: int) -> None:
+def _staged_write_reference(
+    target: Tensor, packed: Tensor, num_writes: int, max_length: int
+) -> None:
     """Write packed values into rows of `target`, in place.
 
     Args:
@@ -60,7 +64,9 @@ def _staged_write_reference(target: Tensor, packed: Tensor, num_writes: int, max
     """
     if num_writes == 0 or max_length == 0:
         return
-    row, start, length, offset = packed[: num_writes * _HEADER].view(num_writes, _HEADER).long().unbind(1)
+    row, start, length, offset = (
+        packed[: num_writes * _HEADER].view(num_writes, _HEADER).long().unbind(1)
+    )
     write = torch.repeat_interleave(length)
     step = torch.arange(write.numel()) - (length.cumsum(0) - length)[write]
     target[row[write], start[write] + step] = packed[offset[write] + step]
@@ -97,7 +103,9 @@ class StagedWriteTensor:
         transfers: Transfers | None = None,
     ) -> None:
         if dtype.itemsize not in (4, 8):
-            raise ConfigError(f"dtype is {dtype}, of {dtype.itemsize} bytes; staged writes move words of 4 or 8")
+            raise ConfigError(
+                f"dtype is {dtype}, of {dtype.itemsize} bytes; staged writes move words of 4 or 8"
+            )
         if len(size) not in (1, 2):
             raise ConfigError(f"size is {size}; a staged tensor has one or two axes")
         self.tensor = torch.zeros(size, dtype=dtype, device=device)
@@ -109,7 +117,9 @@ class StagedWriteTensor:
         self._owns_transfers = transfers is None
         self._staged: list[_Write] = []
 
-    def stage_write(self, row: int, start: int, value: Sequence[float] | npt.NDArray[np.generic]) -> None:
+    def stage_write(
+        self, row: int, start: int, value: Sequence[float] | npt.NDArray[np.generic]
+    ) -> None:
         """Remember to write `value` into `row` from column `start` on.
 
         Args:
@@ -124,9 +134,13 @@ class StagedWriteTensor:
         if not 0 <= row < self._num_rows:
             raise CapacityError(f"row {row} is outside the {self._num_rows} rows of this tensor")
         if start < 0 or end > self._num_columns:
-            raise CapacityError(f"columns {start}..{end} of row {row} are outside the {self._num_columns} columns of this tensor")
+            raise CapacityError(
+                f"columns {start}..{end} of row {row} are outside the {self._num_columns} columns of this tensor"
+            )
         if end > start:
-            self._staged.append((row, start, np.array(value, dtype=self._value_dtype).view(self._word_dtype)))
+            self._staged.append(
+                (row, start, np.array(value, dtype=self._value_dtype).view(self._word_dtype))
+            )
 
     def apply_write(self) -> None:
         """Queue everything staged: one packed buffer, one copy, one kernel. Nothing staged queues nothing."""
@@ -168,7 +182,10 @@ def _without_overlaps(writes: list[_Write]) -> list[_Write]:
     covered: dict[int, list[tuple[int, int]]] = {}
     for row, start, value in reversed(writes):
         taken = covered.setdefault(row, [])
-        kept.extend((row, left, value[left - start : right - start]) for left, right in _gaps(start, start + len(value), taken))
+        kept.extend(
+            (row, left, value[left - start : right - start])
+            for left, right in _gaps(start, start + len(value), taken)
+        )
         taken.append((start, start + len(value)))
     kept.reverse()
     return kept

@@ -50,13 +50,19 @@ class Launch:
         names = list(self.kernel.arg_names)
         runtime = [name for name in names if name not in self.constexprs]
         if len(runtime) != len(self.args):
-            raise TypeError(f"{self.kernel.fn.__name__} takes {runtime}, the launch gives {len(self.args)} arguments")
-        signature = {name: mangle_type(value) for name, value in zip(runtime, self.args, strict=True)}
+            raise TypeError(
+                f"{self.kernel.fn.__name__} takes {runtime}, the launch gives {len(self.args)} arguments"
+            )
+        signature = {
+            name: mangle_type(value) for name, value in zip(runtime, self.args, strict=True)
+        }
         signature |= dict.fromkeys(self.constexprs, "constexpr")
         source = ASTSource(
             self.kernel,
             signature={name: signature[name] for name in names},
             constexprs={(names.index(name),): value for name, value in self.constexprs.items()},
         )
-        compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options={"num_warps": self.num_warps})
+        compiled = triton.compile(
+            source, target=GPUTarget("cuda", arch, 32), options={"num_warps": self.num_warps}
+        )
         return bytes(compiled.asm["cubin"])

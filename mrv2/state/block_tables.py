@@ -34,14 +34,18 @@ def _gather_block_table_kernel(
     tl.store(out_ptr + batch_idx.to(tl.int64) * out_stride + column, block_ids, mask=mask)
 
 
-def _gather_block_table_launch(table: Tensor, rows: Tensor, num_columns: int, out: Tensor) -> Launch:
+def _gather_block_table_launch(
+    table: Tensor, rows: Tensor, num_columns: int, out: Tensor
+) -> Launch:
     block = 256
     grid = (rows.shape[0], triton.cdiv(num_columns, block))
     args = (table, table.stride(0), rows, num_columns, out, out.stride(0))
     return Launch(_gather_block_table_kernel, grid, args, {"BLOCK": block})
 
 
-def _gather_block_table_reference(table: Tensor, rows: Tensor, num_columns: int, out: Tensor) -> None:
+def _gather_block_table_reference(
+    table: Tensor, rows: Tensor, num_columns: int, out: Tensor
+) -> None:
     """Gather the block tables of a batch in its order.
 
     Args:
@@ -78,7 +82,9 @@ def _slot_mapping_kernel(
     mask = token_idx < end
     position = tl.load(positions_ptr + token_idx, mask=mask, other=0)
     column = position // block_size
-    block_id = tl.load(block_table_ptr + batch_idx.to(tl.int64) * block_table_stride + column, mask=mask, other=0)
+    block_id = tl.load(
+        block_table_ptr + batch_idx.to(tl.int64) * block_table_stride + column, mask=mask, other=0
+    )
     slot = block_id.to(tl.int64) * block_size + position % block_size
     tl.store(slots_ptr + token_idx, slot, mask=mask)
 
@@ -118,7 +124,12 @@ def _slot_mapping_reference(
     query_lens = query_start_loc.diff()
     batch_idx = torch.repeat_interleave(query_lens, output_size=positions.shape[0])
     column = positions.div(block_size, rounding_mode="floor")
-    torch.add(positions - column * block_size, block_table[batch_idx, column].long(), alpha=block_size, out=slots)
+    torch.add(
+        positions - column * block_size,
+        block_table[batch_idx, column].long(),
+        alpha=block_size,
+        out=slots,
+    )
 
 
 slot_mapping = TwinOp(
@@ -141,7 +152,10 @@ class BlockTables:
     def __init__(self, groups: Sequence[KVGroup], max_num_reqs: int, transfers: Transfers) -> None:
         self.groups = tuple(groups)
         self.tables = tuple(
-            StagedWriteTensor((max_num_reqs, group.max_blocks), torch.int32, transfers.device, transfers) for group in groups
+            StagedWriteTensor(
+                (max_num_reqs, group.max_blocks), torch.int32, transfers.device, transfers
+            )
+            for group in groups
         )
         self._num_blocks = np.zeros((len(self.groups), max_num_reqs), dtype=np.int32)
 

@@ -26,8 +26,12 @@ class RequestColumns:
 
     def __init__(self, max_num_reqs: int, max_model_len: int, transfers: Transfers) -> None:
         device = transfers.device
-        self.token_ids = StagedWriteTensor((max_num_reqs, max_model_len), torch.int32, device, transfers)
-        self.num_computed_tokens = StagedWriteTensor((max_num_reqs,), torch.int32, device, transfers)
+        self.token_ids = StagedWriteTensor(
+            (max_num_reqs, max_model_len), torch.int32, device, transfers
+        )
+        self.num_computed_tokens = StagedWriteTensor(
+            (max_num_reqs,), torch.int32, device, transfers
+        )
         self._counted = np.zeros(max_num_reqs, dtype=np.int32)
         """What the device will count once everything queued has run; it tells when the scheduler disagrees."""
 
@@ -45,7 +49,9 @@ class RequestColumns:
         self.token_ids.apply_write()
         self.num_computed_tokens.apply_write()
 
-    def agree(self, rows: npt.NDArray[np.int32], num_computed_tokens: npt.NDArray[np.int32]) -> None:
+    def agree(
+        self, rows: npt.NDArray[np.int32], num_computed_tokens: npt.NDArray[np.int32]
+    ) -> None:
         """Stage the scheduler's progress for each row where the device counts something else.
 
         Args:

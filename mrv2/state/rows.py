@@ -30,7 +30,9 @@ class RowTable:
         if req_id in self._row_of:
             raise ProtocolError(f"request {req_id!r} arrived twice; let it depart first")
         if not self._free:
-            raise CapacityError(f"all {self._num_rows} rows are taken (max_num_reqs); {req_id!r} has none")
+            raise CapacityError(
+                f"all {self._num_rows} rows are taken (max_num_reqs); {req_id!r} has none"
+            )
         row = self._free.pop()
         self._row_of[req_id] = row
         return row
@@ -51,7 +53,9 @@ class RowTable:
         try:
             return self._row_of[req_id]
         except KeyError:
-            raise ProtocolError(f"request {req_id!r} has no row; it must arrive before it runs") from None
+            raise ProtocolError(
+                f"request {req_id!r} has no row; it must arrive before it runs"
+            ) from None
 
     def rows(self, req_ids: Sequence[str]) -> npt.NDArray[np.int32]:
         """Return the rows of many requests, [num_reqs] int32.
@@ -62,7 +66,9 @@ class RowTable:
         try:
             return np.fromiter(map(self._row_of.__getitem__, req_ids), np.int32, len(req_ids))
         except KeyError as missing:
-            raise ProtocolError(f"request {missing.args[0]!r} is scheduled but has no row") from None
+            raise ProtocolError(
+                f"request {missing.args[0]!r} is scheduled but has no row"
+            ) from None
 
     def __len__(self) -> int:
         return len(self._row_of)

@@ -1,0 +1,54 @@
+"""What vLLM's V1-mode scheduler says once and never repeats.
+
+A resumed request comes back without its prompt split and without its sampling parameters. Permanent rows forget a request when it is
+preempted, so this is the one place that remembers it, from its first arrival until it finishes.
+"""
+
+from dataclasses import dataclass
+
+from mrv2 import ProtocolError, Sampling
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KnownRequest:
+    """A request's facts that never change."""
+
+    prompt_len: int
+    sampling: Sampling
+
+
+class RequestLedger:
+    """Requests that were announced and have not finished, by id. Holds more than the live rows: preempted ones stay."""
+
+    def __init__(self) -> None:
+        self._known: dict[str, KnownRequest] = {}
+        self.num_announced = 0
+        """Requests announced so far, finished ones counted in."""
+
+    def announce(self, req_id: str, known: KnownRequest) -> None:
+        """Remember a new request; an id that is known already is replaced."""
+        self._known[req_id] = known
+        self.num_announced += 1
+
+    def forget(self, req_id: str) -> None:
+        """Drop a finished request; unknown ids are skipped, since vLLM also names ones that never ran."""
+        self._known.pop(req_id, None)
+
+    def get(self, req_id: str) -> KnownRequest:
+        """Return what is known of a request.
+
+        Raises:
+            ProtocolError: It was never announced, or has finished.
+        """
+        try:
+            return self._known[req_id]
+        except KeyError:
+            raise ProtocolError(
+                f"vLLM schedules {req_id!r}, which it never announced or has finished"
+            ) from None
+
+    def __contains__(self, req_id: object) -> bool:
+        return req_id in self._known
+
+    def __len__(self) -> int:
+        return len(self._known)

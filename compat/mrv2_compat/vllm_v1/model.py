@@ -1,0 +1,55 @@
+"""The Model port over a vLLM module and its forward context."""
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from mrv2.ports import ForwardInputs
+from mrv2_compat.vllm_v1.attention import VllmAttention
+from vllm.config import CUDAGraphMode, VllmConfig
+from vllm.forward_context import set_forward_context
+
+
+class VllmModel:
+    """Runs a vLLM model eagerly (compiled code, where vLLM compiled it, without CUDA graphs).
+
+    Args:
+        module: The loaded model.
+        vllm_config: The config that the model was built with; its forward context finds the layers by it.
+    """
+
+    def __init__(self, module: nn.Module, vllm_config: VllmConfig) -> None:
+        self.module: Any = module
+        self._vllm_config = vllm_config
+
+    def forward(self, inputs: ForwardInputs) -> Tensor:
+        """Run the model with the step's attention metadata in vLLM's forward context."""
+        attention = inputs.attention
+        assert isinstance(attention, VllmAttention)
+        with set_forward_context(
+            attention.metadata,
+            self._vllm_config,
+            num_tokens=inputs.input_ids.shape[0],
+            cudagraph_runtime_mode=CUDAGraphMode.NONE,
+            slot_mapping=attention.slots,
+        ):
+            hidden: Tensor = self.module(
+                input_ids=inputs.input_ids,
+                positions=inputs.positions,
+                intermediate_tensors=None,
+                inputs_embeds=None,
+            )
+        return hidden
+
+    def forward_without_kv(self, input_ids: Tensor, positions: Tensor) -> Tensor:
+        """Run the model with attention left out, to compile it or to find its peak memory before there is a KV cache."""
+        return self.forward(
+            ForwardInputs(
+                input_ids=input_ids, positions=positions, attention=VllmAttention(None, None)
+            )
+        )
+
+    def compute_logits(self, hidden: Tensor) -> Tensor:
+        """Return [num_logits, vocab_size] logits in the model's dtype."""
+        logits: Tensor = self.module.compute_logits(hidden)
+        return logits

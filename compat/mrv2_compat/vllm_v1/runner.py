@@ -1,0 +1,389 @@
+"""The face that vLLM's worker sees: the names of V1's runner, over the core runner.
+
+No logic of a step lives here. The scheduler's output is translated, handed to the core, and the core's output translated back.
+What vLLM may touch and what became of each name is in `surface.py`; names that belong to refused features raise there.
+"""
+
+import gc
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NoReturn
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from mrv2 import (
+    Arrival,
+    NullTrace,
+    ProtocolError,
+    Runner,
+    Sampling,
+    StepInFlight,
+    StepTrace,
+    UnsupportedByRunner,
+)
+from mrv2.memory.transfers import Transfers
+from mrv2.sampling.sampler import Sampler
+from mrv2.sampling.stage import LogitsView
+from mrv2_compat.vllm_v1.attention import (
+    VllmAttentionPlanner,
+    attention_groups,
+    backend_names,
+    create_builders,
+)
+from mrv2_compat.vllm_v1.config import runner_config
+from mrv2_compat.vllm_v1.kv_cache import KVCaches, kv_cache_spec
+from mrv2_compat.vllm_v1.ledger import RequestLedger
+from mrv2_compat.vllm_v1.model import VllmModel
+from mrv2_compat.vllm_v1.refusals import backend_refusals, kv_cache_refusals
+from mrv2_compat.vllm_v1.surface import raise_missing
+from mrv2_compat.vllm_v1.translate_in import plan_step
+from mrv2_compat.vllm_v1.translate_out import AsyncOutput, model_runner_output
+from vllm.config import CompilationMode, VllmConfig
+from vllm.model_executor.layers.rotary_embedding import _ROPE_DICT
+from vllm.model_executor.model_loader import get_model
+from vllm.model_executor.model_loader.reload.inplace import reload_weights
+from vllm.model_executor.warmup.jit_warmup import JitWarmupRegistry
+from vllm.tasks import SupportedTask
+from vllm.utils.mem_utils import DeviceMemoryProfiler
+from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
+from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
+from vllm.v1.outputs import (
+    EMPTY_MODEL_RUNNER_OUTPUT,
+    AsyncModelRunnerOutput,
+    DraftTokenIds,
+    ModelRunnerOutput,
+)
+from vllm.v1.worker.utils import AttentionGroup, clear_layer_kv_caches
+from vllm.v1.worker.workspace import reset_workspace_manager
+
+
+class VllmRunner:
+    """A model runner for vLLM's V1-mode workers.
+
+    The core runner is made once the KV cache is known; until then only loading, profiling and questions about the model work.
+
+    Args:
+        vllm_config: The engine's config; refusals were checked against it before the worker started.
+        device: Where the model runs.
+        trace: Observes the values of each step; nobody by default.
+    """
+
+    def __init__(
+        self, vllm_config: VllmConfig, device: torch.device, trace: StepTrace | None = None
+    ) -> None:
+        self.vllm_config = vllm_config
+        self.model_config = vllm_config.model_config
+        self.load_config = vllm_config.load_config
+        self.compilation_config = vllm_config.compilation_config
+        self.parallel_config = vllm_config.parallel_config
+        self.scheduler_config = vllm_config.scheduler_config
+        self.speculative_config = vllm_config.speculative_config
+        self.lora_config = vllm_config.lora_config
+        self.device = device
+        self.dtype = self.model_config.dtype
+        self.max_model_len = self.model_config.max_model_len
+        self.max_num_reqs = self.scheduler_config.max_num_seqs
+        self.max_num_tokens = self.scheduler_config.max_num_batched_tokens
+        self.uniform_decode_query_len = 1
+        self.is_pooling_model = False
+        self.supports_mm_inputs = False
+        self.eep_eplb_suppressed = False
+        self.eplb_state = None
+        self.model_memory_usage = 0
+        self.steps_executed = 0
+        self.jit_warmup_registry = JitWarmupRegistry(vllm_config)
+        self.ledger = RequestLedger()
+        self.kv_cache_config: KVCacheConfig | None = None
+        self.attn_groups: list[list[AttentionGroup]] = []
+        self._trace: StepTrace = trace or NullTrace()
+        self._model: VllmModel | None = None
+        self._kv: KVCaches | None = None
+        self._core: Runner | None = None
+        self._step: StepInFlight | None = None
+
+    # Start: load, profile, allocate.
+
+    def load_model(self, load_dummy_weights: bool = False) -> None:
+        """Load the model onto the device."""
+        if load_dummy_weights:
+            raise UnsupportedByRunner(
+                ["loading dummy weights for elastic expert parallelism: turn it off"]
+            )
+        on_gpu = self.device.type == "cuda"
+        profiler = DeviceMemoryProfiler() if on_gpu else nullcontext()
+        with profiler as memory, self.jit_warmup_registry.activate():
+            module = get_model(vllm_config=self.vllm_config)
+        if memory is not None:
+            self.model_memory_usage = int(memory.consumed_memory)
+        self._model = VllmModel(module, self.vllm_config)
+
+    def get_kv_cache_spec(self) -> dict[str, KVCacheSpec]:
+        """Return what each layer stores for a block, by layer name."""
+        specs = kv_cache_spec(self.vllm_config)
+        refused = kv_cache_refusals(specs)
+        if refused:
+            raise UnsupportedByRunner([str(refusal) for refusal in refused])
+        return specs
+
+    def profile_run(self, randomize_inputs: bool = False) -> None:
+        """Run the largest forward and the largest draw once, for vLLM to measure the peak memory."""
+        hidden, last = self._dummy_run(self.max_num_tokens, randomize_inputs=randomize_inputs)
+        self._dummy_sampler_run(last)
+        del hidden, last
+        gc.collect()
+
+    def warming_up_model(self) -> None:
+        """Compile the model on a CPU, where vLLM compiles it at its first forward."""
+        if self.compilation_config.mode != CompilationMode.NONE:
+            with _freezing_for_max_autotune(self.compilation_config.inductor_compile_config):
+                self.profile_run()
+
+    def initialize_kv_cache(
+        self,
+        kv_cache_config: KVCacheConfig,
+        is_profiling: bool = False,
+        kv_cache_allocation_context: AbstractContextManager[Any] | None = None,
+    ) -> None:
+        """Allocate and bind the KV caches, make the metadata builders, and build the core runner."""
+        self.kv_cache_config = kv_cache_config
+        self.attn_groups = attention_groups(kv_cache_config, self.vllm_config)
+        refused = backend_refusals(backend_names(self.attn_groups))
+        if refused:
+            raise UnsupportedByRunner([str(refusal) for refusal in refused])
+        with self.jit_warmup_registry.activate():
+            block_sizes = create_builders(
+                self.attn_groups, kv_cache_config, self.vllm_config, self.device
+            )
+            self._kv = KVCaches(
+                kv_cache_config,
+                self.vllm_config,
+                self.attn_groups,
+                block_sizes,
+                self.device,
+                kv_cache_allocation_context,
+            )
+        self._core = self._build_core(kv_cache_config)
+
+    def _init_kv_zero_meta(self) -> None:
+        self._require_kv().prepare_zeroing()
+
+    def capture_model(self) -> int:
+        """Capture nothing: every CUDA graph mode but NONE is refused. Returns 0 bytes."""
+        return 0
+
+    def profile_cudagraph_memory(self) -> int:
+        """Return 0 bytes: every CUDA graph mode but NONE is refused."""
+        return 0
+
+    @torch.inference_mode()
+    def _dummy_run(
+        self, num_tokens: int, randomize_inputs: bool = False, **_options: object
+    ) -> tuple[Tensor, Tensor]:
+        """Run the model over made-up tokens, attention left out. No row and no KV block is touched.
+
+        Args:
+            num_tokens: Tokens to run.
+            randomize_inputs: Draw the token ids instead of taking id 0 for all.
+            _options: Switches of features that are refused at start.
+
+        Returns:
+            Hidden states, [num_tokens, hidden_size], and those of as many tokens as there can be requests.
+        """
+        vocab_size = self.model_config.get_vocab_size()
+        high = vocab_size if randomize_inputs else 1
+        input_ids = torch.randint(high, (num_tokens,), dtype=torch.int32, device=self.device)
+        positions = torch.zeros(num_tokens, dtype=torch.int64, device=self.device)
+        hidden = self._require_model().forward_without_kv(input_ids, positions)
+        return hidden, hidden[: min(num_tokens, self.max_num_reqs)]
+
+    @torch.inference_mode()
+    def _dummy_sampler_run(self, hidden_states: Tensor) -> Tensor:
+        """Draw at random from the logits of these hidden states with a sampler of its own, so that no row is touched."""
+        num_logits = hidden_states.shape[0]
+        logits = self._require_model().compute_logits(hidden_states)
+        sampler = Sampler(num_logits, logits.shape[1], Transfers(self.device), NullTrace())
+        for row in range(num_logits):
+            sampler.admit(row, _dummy_arrival(row))
+        sampler.flush()
+        rows = np.arange(num_logits, dtype=np.int32)
+        view = LogitsView(
+            logit_rows=torch.arange(num_logits, dtype=torch.int32, device=self.device),
+            positions=torch.zeros(num_logits, dtype=torch.int64, device=self.device),
+            rows_np=rows,
+        )
+        return sampler(logits, view).token_ids
+
+    # Steps.
+
+    @torch.inference_mode()
+    def execute_model(
+        self, scheduler_output: SchedulerOutput, intermediate_tensors: object | None = None
+    ) -> ModelRunnerOutput | None:
+        """Queue a step up to its hidden states; a step without tokens only updates the rows."""
+        if self._step is not None:
+            raise ProtocolError(
+                "execute_model was called twice; call sample_tokens for the step in flight first"
+            )
+        core = self._require_core()
+        plan = plan_step(scheduler_output, self.ledger, self.model_config.seed)
+        self._require_kv().apply(scheduler_output)
+        if not plan.scheduled.req_ids:
+            core.update_rows(plan)
+            return EMPTY_MODEL_RUNNER_OUTPUT
+        self._step = core.execute(plan)
+        self.steps_executed += 1
+        return None
+
+    @torch.inference_mode()
+    def sample_tokens(
+        self, grammar_output: GrammarOutput | None, forced: Sequence[int] | None = None
+    ) -> ModelRunnerOutput | AsyncModelRunnerOutput:
+        """Queue sampling, copies and commit of the step in flight.
+
+        Args:
+            grammar_output: Must be None: structured outputs are refused when a request enters.
+            forced: One token for each logit of the step, committed in place of the drawn ones (teacher forcing).
+        """
+        if self._step is None:
+            return EMPTY_MODEL_RUNNER_OUTPUT
+        if grammar_output is not None:
+            raise UnsupportedByRunner(["structured outputs: send the request without them"])
+        step, self._step = self._step, None
+        pending = self._require_core().sample(step, forced)
+        if self.scheduler_config.async_scheduling:
+            return AsyncOutput(pending)
+        return model_runner_output(pending.wait())
+
+    def take_draft_token_ids(self) -> DraftTokenIds | None:
+        """Return None: speculative decoding is refused."""
+        return None
+
+    # Questions about the model, and its weights.
+
+    def get_model(self) -> nn.Module:
+        """Return the loaded module, unwrapped."""
+        module: nn.Module = self._require_model().module
+        return module
+
+    @property
+    def model(self) -> nn.Module:
+        """The loaded module; None after `shutdown`, as callers that clean up expect."""
+        return self._model.module if self._model is not None else None  # type: ignore[return-value]
+
+    @property
+    def kv_caches(self) -> list[Tensor]:
+        """One tensor for each layer, in layer order; empty before the KV cache is initialised."""
+        return self._kv.tensors if self._kv is not None else []
+
+    def get_draft_model(self) -> None:
+        """Return None: speculative decoding is refused."""
+
+    def get_supported_tasks(self) -> tuple[SupportedTask, ...]:
+        """Return the one task: text generation."""
+        return ("generate",)
+
+    def update_max_model_len(self, max_model_len: int) -> None:
+        """Take a model length that vLLM fitted to the memory, before the KV cache is initialised."""
+        self.max_model_len = max_model_len
+
+    def reload_weights(
+        self,
+        weights_iterator: Iterable[tuple[str, Tensor]] | None = None,
+        weights_path: str | None = None,
+        is_checkpoint_format: bool = True,
+    ) -> None:
+        """Load new weights into the model in place."""
+        reload_weights(
+            self.vllm_config,
+            self.get_model(),
+            weights_iterator=weights_iterator,
+            weights_path=weights_path,
+            is_checkpoint_format=is_checkpoint_format,
+        )
+
+    def maybe_remove_all_loras(self, lora_config: object | None) -> None:
+        """Do nothing: LoRA is refused."""
+
+    def reset_lora_state(self) -> None:
+        """Do nothing: LoRA is refused."""
+
+    def reset_mm_cache(self) -> None:
+        """Do nothing: multimodal inputs are refused."""
+
+    def reset_encoder_cache(self) -> None:
+        """Do nothing: multimodal inputs are refused."""
+
+    def get_encoder_timing_stats(self) -> dict[str, dict[str, float | int]]:
+        """Return nothing: there is no encoder."""
+        return {}
+
+    def shutdown(self) -> None:
+        """Let go of the model, the KV cache and vLLM's process-wide caches, so that their memory can be used again."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        clear_layer_kv_caches(self.compilation_config.static_forward_context.values())
+        self.compilation_config.static_forward_context.clear()
+        self._model = self._kv = self._core = self._step = None
+        self.attn_groups = []
+        _ROPE_DICT.clear()
+        reset_workspace_manager()
+
+    def reset(self) -> None:
+        """Start over with empty rows, as after `initialize_kv_cache`. KV blocks keep their bytes."""
+        if self.kv_cache_config is None:
+            raise ProtocolError("there is nothing to reset before the KV cache is initialised")
+        self.ledger = RequestLedger()
+        self._step = None
+        self._core = self._build_core(self.kv_cache_config)
+
+    def __getattr__(self, name: str) -> NoReturn:
+        """Explain a name of V1's runner that this one refuses."""
+        raise_missing(self, name)
+
+    def _build_core(self, kv_cache_config: KVCacheConfig) -> Runner:
+        return Runner(
+            runner_config(self.vllm_config, kv_cache_config, self.device),
+            self._require_model(),
+            VllmAttentionPlanner(self.attn_groups, kv_cache_config),
+            trace=self._trace,
+        )
+
+    def _require_model(self) -> VllmModel:
+        if self._model is None:
+            raise ProtocolError("the model is not loaded; call load_model first")
+        return self._model
+
+    def _require_kv(self) -> KVCaches:
+        if self._kv is None:
+            raise ProtocolError("there is no KV cache; call initialize_kv_cache first")
+        return self._kv
+
+    def _require_core(self) -> Runner:
+        if self._core is None:
+            raise ProtocolError(
+                "the runner cannot step; call load_model and initialize_kv_cache first"
+            )
+        return self._core
+
+
+def _dummy_arrival(row: int) -> Arrival:
+    return Arrival(
+        req_id=f"dummy-{row}",
+        token_ids=[0],
+        prompt_len=1,
+        num_computed_tokens=0,
+        block_ids=(),
+        sampling=Sampling(temperature=1.0, seed=row),
+    )
+
+
+def _freezing_for_max_autotune(inductor_options: dict[str, Any]) -> AbstractContextManager[Any]:
+    """Freeze the weights while compiling if max-autotune is on: oneDNN's GEMM templates want constants."""
+    if not inductor_options.get("max_autotune", False):
+        return nullcontext()
+    from torch._inductor import config  # noqa: PLC0415 - inductor is heavy, and rarely asked for
+
+    patched: AbstractContextManager[Any] = config.patch(freezing=True)
+    return patched

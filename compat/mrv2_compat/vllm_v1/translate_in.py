@@ -1,0 +1,128 @@
+"""From vLLM's SchedulerOutput, in the V1 dialect, to the runner's StepPlan. Host values only: no model, no device, no rows.
+
+The order matters and is the reason for a function of its own: ids that finished are forgotten before new ones of the same name are
+announced; a preempted id departs but stays in the ledger; a resumed id departs, in case it was still live, and arrives.
+"""
+
+import hashlib
+from collections.abc import Iterator
+
+from mrv2 import Arrival, Continuation, ProtocolError, Sampling, Scheduled, StepPlan
+from mrv2_compat.vllm_v1.ledger import KnownRequest, RequestLedger
+from vllm.sampling_params import SamplingParams
+from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
+
+
+def plan_step(
+    scheduler_output: SchedulerOutput, ledger: RequestLedger, engine_seed: int
+) -> StepPlan:
+    """Translate one step and keep the ledger.
+
+    Args:
+        scheduler_output: vLLM's; only read.
+        ledger: Updated with the requests that are new or finished.
+        engine_seed: Seed of the engine, from which requests without a seed of their own get theirs.
+
+    Raises:
+        ProtocolError: A request is scheduled that was never announced, or resumed without its tokens.
+    """
+    cached = scheduler_output.scheduled_cached_reqs
+    new = scheduler_output.scheduled_new_reqs
+    for req_id in scheduler_output.finished_req_ids:
+        ledger.forget(req_id)
+    departed = (
+        *scheduler_output.finished_req_ids,
+        *(scheduler_output.preempted_req_ids or ()),
+        *cached.resumed_req_ids,
+        *(request.req_id for request in new if request.req_id in ledger),
+    )
+    arrivals = [_announce(request, ledger, engine_seed) for request in new]
+    arrivals.extend(_resume(cached, ledger))
+    return StepPlan(
+        departed=departed,
+        arrivals=tuple(arrivals),
+        continuations=tuple(_continuations(cached)),
+        scheduled=_scheduled(scheduler_output, ledger),
+    )
+
+
+def sampling_of(params: SamplingParams, engine_seed: int, arrival_number: int) -> Sampling:
+    """Translate sampling parameters; the request was checked against the refusals when it entered.
+
+    A request without a seed gets one from the engine's seed and the number of its arrival, so that every rank gives it the same.
+    """
+    seed = params.seed
+    if seed is None:
+        digest = hashlib.blake2b(f"{engine_seed}/{arrival_number}".encode(), digest_size=8).digest()
+        seed = int.from_bytes(digest, "little")
+    return Sampling(temperature=params.temperature, seed=seed, num_logprobs=params.logprobs)
+
+
+def _announce(request: NewRequestData, ledger: RequestLedger, engine_seed: int) -> Arrival:
+    if request.prompt_token_ids is None or request.sampling_params is None:
+        raise ProtocolError(
+            f"request {request.req_id!r} has no prompt token ids or no sampling parameters"
+        )
+    sampling = sampling_of(request.sampling_params, engine_seed, ledger.num_announced)
+    ledger.announce(
+        request.req_id, KnownRequest(prompt_len=len(request.prompt_token_ids), sampling=sampling)
+    )
+    return Arrival(
+        req_id=request.req_id,
+        token_ids=request.prompt_token_ids,
+        prompt_len=len(request.prompt_token_ids),
+        num_computed_tokens=request.num_computed_tokens,
+        block_ids=request.block_ids,
+        sampling=sampling,
+    )
+
+
+def _resume(cached: CachedRequestData, ledger: RequestLedger) -> Iterator[Arrival]:
+    if not cached.resumed_req_ids:
+        return
+    for req_id, block_ids, num_computed_tokens in zip(
+        cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True
+    ):
+        if req_id not in cached.resumed_req_ids:
+            continue
+        token_ids = cached.all_token_ids.get(req_id)
+        if token_ids is None or block_ids is None:
+            raise ProtocolError(
+                f"request {req_id!r} is resumed without its tokens or without its blocks"
+            )
+        known = ledger.get(req_id)
+        yield Arrival(
+            req_id=req_id,
+            token_ids=token_ids,
+            prompt_len=known.prompt_len,
+            num_computed_tokens=num_computed_tokens,
+            block_ids=block_ids,
+            sampling=known.sampling,
+        )
+
+
+def _continuations(cached: CachedRequestData) -> Iterator[Continuation]:
+    for req_id, block_ids in zip(cached.req_ids, cached.new_block_ids, strict=True):
+        if block_ids is not None and req_id not in cached.resumed_req_ids:
+            yield Continuation(req_id=req_id, new_block_ids=block_ids)
+
+
+def _scheduled(scheduler_output: SchedulerOutput, ledger: RequestLedger) -> Scheduled:
+    cached = scheduler_output.scheduled_cached_reqs
+    new = scheduler_output.scheduled_new_reqs
+    req_ids = [*cached.req_ids, *(request.req_id for request in new)]
+    num_scheduled = scheduler_output.num_scheduled_tokens
+    known = [
+        ledger.get(req_id).prompt_len + num_outputs
+        for req_id, num_outputs in zip(cached.req_ids, cached.num_output_tokens, strict=True)
+    ]
+    known.extend(ledger.get(request.req_id).prompt_len for request in new)
+    return Scheduled(
+        req_ids=req_ids,
+        num_tokens=[num_scheduled[req_id] for req_id in req_ids],
+        num_computed_tokens=[
+            *cached.num_computed_tokens,
+            *(request.num_computed_tokens for request in new),
+        ],
+        num_known_tokens=known,
+    )

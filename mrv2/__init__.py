@@ -1,0 +1,31 @@
+"""A model runner with permanent state rows, after the Model Runner V2 design. It knows nothing of its host."""
+
+from mrv2.config import KVGroup, RunnerConfig
+from mrv2.errors import CapacityError, ConfigError, Mrv2Error, ProtocolError, UnsupportedByRunner
+from mrv2.output import Logprobs, PendingOutput, RunnerOutput
+from mrv2.plan import Arrival, Continuation, Sampling, Scheduled, StepPlan
+from mrv2.runner import Runner, StepInFlight
+from mrv2.trace import NullTrace, Probe, StepTrace
+
+__all__ = [
+    "Arrival",
+    "CapacityError",
+    "ConfigError",
+    "Continuation",
+    "KVGroup",
+    "Logprobs",
+    "Mrv2Error",
+    "NullTrace",
+    "PendingOutput",
+    "Probe",
+    "ProtocolError",
+    "Runner",
+    "RunnerConfig",
+    "RunnerOutput",
+    "Sampling",
+    "Scheduled",
+    "StepInFlight",
+    "StepPlan",
+    "StepTrace",
+    "UnsupportedByRunner",
+]

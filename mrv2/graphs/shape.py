@@ -1,0 +1,27 @@
+"""The padded shape of a step, and how it is launched. Pure host arithmetic."""
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from mrv2.batch.layout import BatchLayout
+
+
+class GraphMode(StrEnum):
+    """How the forward of a step reaches the device."""
+
+    EAGER = "eager"
+    """Operation by operation."""
+
+
+@dataclass(frozen=True, slots=True)
+class GraphKey:
+    """Identifies what a step could be captured as and replayed from."""
+
+    mode: GraphMode
+    num_tokens: int
+    num_reqs: int
+
+
+def choose(layout: BatchLayout) -> GraphKey:
+    """Return the key of a step: its own shape, launched eagerly."""
+    return GraphKey(GraphMode.EAGER, layout.num_tokens, layout.num_reqs)

@@ -1,0 +1,183 @@
+"""One step, from a plan to an output, in the order in which it happens.
+
+`execute` and `sample` queue work on the current stream and return; only `PendingOutput.wait` blocks. Rows change on the host
+in `_update_rows` and nowhere else, and on the device in the staged writes that follow it and in `commit_step` at the end. The next step
+may be planned and queued before this one's output was waited for: nothing that it needs has to come back to the host first.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from torch import Tensor
+
+from mrv2.batch.commit import commit_step
+from mrv2.batch.inputs import InputBatch, InputBuffers, prepare_inputs
+from mrv2.batch.layout import layout_batch
+from mrv2.config import RunnerConfig
+from mrv2.errors import CapacityError, ConfigError, ProtocolError
+from mrv2.graphs.shape import choose
+from mrv2.memory.transfers import Transfers
+from mrv2.output import PendingOutput
+from mrv2.plan import StepPlan
+from mrv2.ports import AttentionPlanner, ForwardInputs, Model
+from mrv2.sampling.sampler import Sampler
+from mrv2.state.block_tables import BlockTables
+from mrv2.state.protocol import RowState
+from mrv2.state.requests import RequestColumns
+from mrv2.state.rows import RowTable
+from mrv2.trace import NullTrace, StepTrace
+
+
+@dataclass(slots=True, kw_only=True)
+class StepInFlight:
+    """A step between its forward and its sampling; the host holds it between the two calls."""
+
+    batch: InputBatch
+    hidden: Tensor
+    """[num_tokens, hidden_size]."""
+    number: int
+    """Counts steps, so that one is sampled once and in order."""
+
+
+class Runner:
+    """Runs steps of a model over permanent state rows.
+
+    Args:
+        config: Sizes and device.
+        model: The network.
+        attention: Makes the attention metadata.
+        transfers: Carries every copy; one of its own by default.
+        trace: Observes the step's values; nobody by default.
+    """
+
+    def __init__(
+        self,
+        config: RunnerConfig,
+        model: Model,
+        attention: AttentionPlanner,
+        transfers: Transfers | None = None,
+        trace: StepTrace | None = None,
+    ) -> None:
+        self.config = config
+        self.transfers = transfers or Transfers(config.device)
+        self.trace: StepTrace = trace or NullTrace()
+        self.rows = RowTable(config.max_num_reqs)
+        self.requests = RequestColumns(config.max_num_reqs, config.max_model_len, self.transfers)
+        self.block_tables = BlockTables(config.kv_groups, config.max_num_reqs, self.transfers)
+        self.sampler = Sampler(config.max_num_reqs, config.vocab_size, self.transfers, self.trace)
+        self._row_states: tuple[RowState, ...] = (self.requests, self.block_tables, self.sampler)
+        self._buffers = InputBuffers(config)
+        self._model = model
+        self._attention = attention
+        self._num_executed = 0
+        self._num_sampled = 0
+
+    def execute(self, plan: StepPlan) -> StepInFlight:
+        """Queue one step up to the hidden states. Never blocks.
+
+        Raises:
+            CapacityError: More tokens or rows than were allocated.
+            ProtocolError: The last step was not sampled, or a scheduled request has no row.
+        """
+        self._check(plan)
+        self.trace.record("plan", plan)
+        self.transfers.begin_step()
+        self.update_rows(plan)
+        scheduled = plan.scheduled
+        layout = layout_batch(scheduled, self.rows.rows(scheduled.req_ids))
+        self.requests.agree(layout.rows, layout.num_computed_tokens)
+        self._flush()
+        self.requests.advance(layout.rows, layout.query_lens)
+        self.trace.record("layout", layout)
+        self.trace.record("graph_key", choose(layout))
+        batch = prepare_inputs(
+            layout, self.requests, self.block_tables, self._buffers, self.transfers
+        )
+        self.trace.record("batch", batch)
+        inputs = ForwardInputs(
+            input_ids=batch.input_ids,
+            positions=batch.positions,
+            attention=self._attention.plan(batch),
+        )
+        self.trace.record("forward_inputs", inputs)
+        hidden = self._model.forward(inputs)
+        self.trace.record("hidden", hidden)
+        self._num_executed += 1
+        return StepInFlight(batch=batch, hidden=hidden, number=self._num_executed)
+
+    def sample(self, step: StepInFlight, forced: Sequence[int] | None = None) -> PendingOutput:
+        """Queue sampling, the copies to the host, and the commit. Never blocks.
+
+        Args:
+            step: What `execute` returned.
+            forced: One token for each logit of the step, committed in place of the drawn ones. The output still holds the drawn ones.
+
+        Raises:
+            ProtocolError: The step was sampled already or is not the last one, or `forced` has the wrong length.
+        """
+        if step.number != self._num_sampled + 1:
+            raise ProtocolError(
+                f"step {step.number} cannot be sampled; step {self._num_sampled + 1} is next"
+            )
+        self._num_sampled = step.number
+        batch = step.batch
+        logits = self._model.compute_logits(step.hidden[batch.logits_indices])
+        self.trace.record("logits", logits)
+        sampled = self.sampler(logits, batch.logits_view)
+        pending = PendingOutput(batch.layout, sampled, self.transfers)
+        committed = sampled.token_ids if forced is None else self._upload_forced(batch, forced)
+        commit_step(
+            batch.rows,
+            batch.seq_lens,
+            batch.cu_num_logits,
+            committed,
+            self.requests.token_ids.tensor,
+            self.requests.num_computed_tokens.tensor,
+        )
+        self.trace.record("committed", committed)
+        return pending
+
+    def update_rows(self, plan: StepPlan) -> None:
+        """Apply a plan's lifecycle events on the host: departures, then arrivals, then new blocks."""
+        for req_id in plan.departed:
+            row = self.rows.release(req_id)
+            if row is not None:
+                for state in self._row_states:
+                    state.evict(row)
+        for arrival in plan.arrivals:
+            row = self.rows.claim(arrival.req_id)
+            for state in self._row_states:
+                state.admit(row, arrival)
+        for continuation in plan.continuations:
+            self.block_tables.append(self.rows.row(continuation.req_id), continuation.new_block_ids)
+
+    def _flush(self) -> None:
+        for state in self._row_states:
+            state.flush()
+
+    def _check(self, plan: StepPlan) -> None:
+        if self._num_sampled != self._num_executed:
+            raise ProtocolError(
+                f"step {self._num_executed} was executed but not sampled; call sample before the next execute"
+            )
+        if not plan.scheduled.req_ids:
+            raise ProtocolError(
+                "a step without scheduled requests has nothing to execute; call update_rows for its events"
+            )
+        if plan.num_tokens > self.config.max_num_tokens:
+            raise CapacityError(
+                f"the step has {plan.num_tokens} tokens; max_num_tokens is {self.config.max_num_tokens}"
+            )
+
+    def _upload_forced(self, batch: InputBatch, forced: Sequence[int]) -> Tensor:
+        if len(forced) != batch.layout.num_logits:
+            raise ProtocolError(
+                f"{len(forced)} tokens are forced on a step of {batch.layout.num_logits} logits"
+            )
+        token_ids = np.array(forced, dtype=np.int64)
+        if len(token_ids) and not 0 <= token_ids.min() <= token_ids.max() < self.config.vocab_size:
+            raise ConfigError(
+                f"forced tokens {list(forced)} are not all inside the vocabulary of {self.config.vocab_size}"
+            )
+        return self.transfers.upload(token_ids)
