@@ -18,6 +18,7 @@ from typing import Any
 from mrv2.errors import ConfigError, UnsupportedByRunner
 from mrv2_compat import selection as sel
 from mrv2_compat.vllm_v1 import refusals, versions
+from mrv2_compat.vllm_v1.refusals import Refusal
 
 AUTO_WORKER = "auto"
 """vLLM's own value of `worker_cls` for "the platform chooses"."""
@@ -147,31 +148,34 @@ def settle(vllm_config: Any, asked_worker: str, kind: str) -> None:
 def _decide(
     selection: sel.Selection, vllm_config: Any, asked_worker: str, kind: str
 ) -> sel.Decision:
-    if selection.name == sel.AUTO:
-        reasons = [
-            *_refusals(vllm_config),
-            *map(str, refusals.default_request_refusals(vllm_config)),
-            *_foreign_worker(asked_worker, WORKERS[kind]),
-        ]
-        return sel.decide_auto(reasons, refusals.v1_obstacles(vllm_config))
-    if selection.name == sel.MRV2:
-        reasons = _refusals(vllm_config) + _foreign_worker(asked_worker, WORKERS[kind])
-        if reasons:
-            raise UnsupportedByRunner(reasons)
-    elif selection.name == sel.V1 and asked_worker in WORKERS.values():
-        raise ConfigError(
-            f"worker_cls={asked_worker!r} runs mrv2, and {sel.RUNNER_VAR}=v1 asks for V1: "
-            "unset one of the two"
-        )
+    if selection.name in (sel.MRV2, sel.AUTO):
+        return _decide_by_support(selection, vllm_config, asked_worker, kind)
+    foreign: list[Refusal] = []
+    if selection.load_choice is not None:
+        foreign = _foreign_worker(asked_worker, selection.load_choice().worker_class(kind))
+    elif asked_worker in WORKERS.values():
+        foreign = [Refusal("the worker of mrv2", f"worker_cls={asked_worker}", "leave it out")]
+    if foreign:
+        raise ConfigError(f"{sel.RUNNER_VAR}={selection.name!r} contradicts {foreign[0]}")
     return sel.Decision(runner=selection.name, why="it was asked for")
 
 
-def _refusals(vllm_config: Any) -> list[str]:
-    return [
+def _decide_by_support(
+    selection: sel.Selection, vllm_config: Any, asked_worker: str, kind: str
+) -> sel.Decision:
+    found = [
         *versions.version_refusals(versions.installed_vllm()),
-        *map(str, refusals.config_refusals(vllm_config)),
-        *map(str, refusals.environment_refusals(os.environ)),
+        *refusals.config_refusals(vllm_config),
+        *refusals.environment_refusals(os.environ),
+        *_foreign_worker(asked_worker, WORKERS[kind]),
     ]
+    if selection.name == sel.AUTO:
+        found += refusals.default_request_refusals(vllm_config)
+        reasons = [refusal.what for refusal in found]
+        return sel.decide_auto(reasons, refusals.v1_obstacles(vllm_config))
+    if found:
+        raise UnsupportedByRunner([str(refusal) for refusal in found])
+    return sel.Decision(runner=sel.MRV2, why="it was asked for")
 
 
 def _worker_of(decision: sel.Decision, selection: sel.Selection, kind: str) -> str | None:
@@ -183,22 +187,20 @@ def _worker_of(decision: sel.Decision, selection: sel.Selection, kind: str) -> s
     return None
 
 
-def _foreign_worker(asked: str, ours: str) -> list[str]:
-    """Return the reason why a worker that the user named cannot run our runner, if it cannot.
+def _foreign_worker(asked: str, wanted: str) -> list[Refusal]:
+    """Return why a worker that the user named cannot run the selected runner; empty if it can.
 
     A class that the user named is imported here, in the process that builds the configuration:
-    there is no other way to know that it is a subclass of ours.
+    there is no other way to know that it is a subclass of the wanted one.
     """
     from vllm.utils.import_utils import resolve_obj_by_qualname
 
-    if asked in (AUTO_WORKER, ours):
+    if asked in (AUTO_WORKER, wanted):
         return []
-    if issubclass(resolve_obj_by_qualname(asked), resolve_obj_by_qualname(ours)):
+    if issubclass(resolve_obj_by_qualname(asked), resolve_obj_by_qualname(wanted)):
         return []
-    return [
-        f"a worker of another kind (worker_cls={asked}): leave worker_cls out, or make the class "
-        f"a subclass of {ours}"
-    ]
+    remedy = f"leave worker_cls out, or make the class a subclass of {wanted}"
+    return [Refusal("a worker of another kind", f"worker_cls={asked}", remedy)]
 
 
 def _say(decision: sel.Decision, selection: sel.Selection, worker: str) -> None:

@@ -32,8 +32,13 @@ class Refusal:
     remedy: str
     """What to change."""
 
+    @property
+    def what(self) -> str:
+        """The feature and its value, for a log where nothing need be changed."""
+        return f"{self.feature} ({self.value})"
+
     def __str__(self) -> str:
-        return f"{self.feature} ({self.value}): {self.remedy}"
+        return f"{self.what}: {self.remedy}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +79,7 @@ def _is_plain_compilation(value: Any) -> bool:
 
 _ONE_DEVICE = "set it to 1, " + OTHER_RUNNER
 _LEAVE_OUT = "leave it out, " + OTHER_RUNNER
+_V2_ONLY = "leave it out, or unset MRV2_RUNNER: only vLLM's V2 runner has it"
 _TEXT_MODEL = "use a decoder-only text model, " + OTHER_RUNNER
 _BACKENDS = f"use one of {', '.join(ATTENTION_BACKENDS)} (--attention-backend), {OTHER_RUNNER}"
 
@@ -86,7 +92,7 @@ CONFIG_RULES: tuple[Rule, ...] = (
         "parallel_config.prefill_context_parallel_size",
         "prefill context parallelism",
         _equals(1),
-        _ONE_DEVICE,
+        _V2_ONLY,
     ),
     Rule(
         "parallel_config.decode_context_parallel_size",
@@ -102,24 +108,19 @@ CONFIG_RULES: tuple[Rule, ...] = (
         "parallel_config.enable_batch_sharded_sampling",
         "batch-sharded sampling",
         _is_off,
-        _LEAVE_OUT,
+        _V2_ONLY,
     ),
     Rule("parallel_config.enable_fault_tolerance", "fault tolerance", _is_off, _LEAVE_OUT),
     # Whole features, each a section of its own.
     Rule("speculative_config", "speculative decoding", _is_none, _LEAVE_OUT),
     Rule("lora_config", "LoRA", _is_none, _LEAVE_OUT),
-    Rule(
-        "watermark_config",
-        "watermarking",
-        _is_none,
-        "leave it out, or unset MRV2_RUNNER: only vLLM's V2 runner has it",
-    ),
-    Rule("diffusion_config", "diffusion models", _is_none, _TEXT_MODEL),
+    Rule("watermark_config", "watermarking", _is_none, _V2_ONLY),
+    Rule("diffusion_config", "diffusion models", _is_none, _V2_ONLY),
     Rule("engram_config", "engram memory", _is_none, _LEAVE_OUT),
     Rule("kv_transfer_config", "KV connectors and KV offloading", _is_none, _LEAVE_OUT),
     Rule("ec_transfer_config", "encoder cache connectors", _is_none, _LEAVE_OUT),
     Rule("weight_transfer_config", "weight transfer", _is_none, _LEAVE_OUT),
-    Rule("aux_output_config.enabled", "auxiliary outputs", _is_off, _LEAVE_OUT),
+    Rule("aux_output_config.enabled", "auxiliary outputs", _is_off, _V2_ONLY),
     Rule("offload_config.uva.cpu_offload_gb", "weight offloading to the host", _is_off, _LEAVE_OUT),
     Rule(
         "offload_config.prefetch.offload_group_size",
@@ -131,7 +132,7 @@ CONFIG_RULES: tuple[Rule, ...] = (
     Rule("model_config.runner_type", "pooling models", _equals("generate"), _TEXT_MODEL),
     Rule("model_config.is_multimodal_model", "multimodal models", _is_off, _TEXT_MODEL),
     Rule("model_config.is_encoder_decoder", "encoder-decoder models", _is_off, _TEXT_MODEL),
-    Rule("model_config.is_diffusion", "diffusion models", _is_off, _TEXT_MODEL),
+    Rule("model_config.is_diffusion", "diffusion models", _is_off, _V2_ONLY),
     Rule("model_config.is_hybrid", "hybrid models with state-space layers", _is_off, _TEXT_MODEL),
     Rule("model_config.is_attention_free", "models without attention", _is_off, _TEXT_MODEL),
     Rule("model_config.use_mla", "multi-head latent attention", _is_off, _TEXT_MODEL),
@@ -151,8 +152,8 @@ CONFIG_RULES: tuple[Rule, ...] = (
         "use --logprobs-mode raw_logprobs, " + OTHER_RUNNER,
     ),
     Rule("model_config.use_fp64_gumbel", "Gumbel noise in float64", _is_off, _LEAVE_OUT),
-    Rule("model_config.return_sampling_mask", "returned sampling masks", _is_off, _LEAVE_OUT),
-    Rule("model_config.enable_trace_replay", "trace replay", _is_off, _LEAVE_OUT),
+    Rule("model_config.return_sampling_mask", "returned sampling masks", _is_off, _V2_ONLY),
+    Rule("model_config.enable_trace_replay", "trace replay", _is_off, _V2_ONLY),
     Rule("model_config.logits_processors", "custom logits processors", _is_off, _LEAVE_OUT),
     Rule("model_config.enable_sleep_mode", "sleep mode", _is_off, _LEAVE_OUT),
     Rule("model_config.enable_cumem_allocator", "the cumem allocator", _is_off, _LEAVE_OUT),
@@ -173,7 +174,7 @@ CONFIG_RULES: tuple[Rule, ...] = (
         _BACKENDS,
     ),
     Rule("attention_config.use_non_causal", "non-causal attention", _is_off, _LEAVE_OUT),
-    Rule("attention_config.hisparse_config", "HiSparse", _is_none, _LEAVE_OUT),
+    Rule("attention_config.hisparse_config", "HiSparse", _is_none, _V2_ONLY),
     # Compilation. `cudagraph_mode` is NONE on every platform without graphs by the time we look.
     Rule(
         "compilation_config.cudagraph_mode",

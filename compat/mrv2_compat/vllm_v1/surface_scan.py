@@ -16,6 +16,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from mrv2_compat.vllm_v1.surface import DYNAMIC
+
 RUNNER_NAMES = frozenset({"model_runner", "gpu_model_runner", "_model_runner", "model_runner_v2"})
 """Attributes that hold a runner, whatever object they are of."""
 
@@ -76,7 +78,7 @@ def scan_vllm(root: Path) -> dict[str, tuple[Access, ...]]:
 def scan_source(source: str, path: str) -> Iterator[tuple[str, Access]]:
     """Yield each name that one file touches on a runner.
 
-    A name that `getattr` and its like compute while running is given as `<dynamic>`.
+    A name that `getattr` and its like compute while running is given as `surface.DYNAMIC`.
     """
     if _SPEAKS_OF_RUNNERS.search(source):
         yield from _scan_block(ast.parse(source), _Scope(), path)
@@ -197,12 +199,11 @@ def _accesses(
     node: ast.AST, scope: _Scope, path: str, called: set[int]
 ) -> Iterator[tuple[str, Access]]:
     match node:
-        case ast.Attribute(value=value, attr=name, ctx=context) if scope.holds_runner(value):
+        case ast.Attribute(value=owner, attr=name, ctx=context) if scope.holds_runner(owner):
             load = "call" if id(node) in called else "load"
             kind = load if isinstance(context, ast.Load) else "store"
             yield name, Access(path, node.lineno, kind)
-        case ast.Call(func=ast.Name(id=function), args=[value, name_node, *_]):
-            if function in _DYNAMIC and scope.holds_runner(value):
-                is_literal = isinstance(name_node, ast.Constant)
-                name = str(name_node.value) if is_literal else "<dynamic>"
-                yield name, Access(path, node.lineno, function)
+        case ast.Call(func=ast.Name(id=function), args=[owner, name_node, *_]):
+            if function in _DYNAMIC and scope.holds_runner(owner):
+                literal = name_node.value if isinstance(name_node, ast.Constant) else DYNAMIC
+                yield str(literal), Access(path, node.lineno, function)

@@ -7,6 +7,7 @@ range.
 from importlib.metadata import version
 
 from mrv2.errors import ConfigError
+from mrv2_compat.vllm_v1.refusals import Refusal
 
 OLDEST = (0, 32)
 BELOW = (0, 34)
@@ -41,8 +42,9 @@ def is_supported(vllm_version: str) -> bool:
     return OLDEST <= (int(major), int(minor)) < BELOW
 
 
-def version_refusals(vllm_version: str) -> list[str]:
+def version_refusals(vllm_version: str) -> list[Refusal]:
     """Return the reason why our runner does not run under a vLLM version; empty where it does."""
     if is_supported(vllm_version):
         return []
-    return [f"vLLM {vllm_version} is outside the supported range {RANGE}: install a version in it"]
+    remedy = f"install a version in the range {RANGE}, or set MRV2_RUNNER=v1"
+    return [Refusal("this version of vLLM", vllm_version, remedy)]
