@@ -1,8 +1,9 @@
 """A kernel launch as a value: which kernel, which grid, which arguments.
 
-A value can be run on a device, or compiled for one that is not there. The second is how a machine without a GPU proves that
-every kernel builds. `compile_offline` leans on `triton.runtime.jit.mangle_type`, which Triton does not document; it stays in this
-file, and a Triton upgrade that moves it is mended here.
+A value can be run on a device, or compiled for one that is not there. The second is how a machine
+without a GPU proves that every kernel builds. `signature` leans on `triton.runtime.jit.mangle_type`,
+which Triton does not document; it stays in this file, and a Triton upgrade that moves it is mended
+here.
 """
 
 from collections.abc import Mapping
@@ -17,7 +18,10 @@ from triton.runtime.jit import mangle_type
 
 @dataclass(slots=True)
 class Launch:
-    """One launch of a Triton kernel. Not frozen: it is built on the path of every step, and frozen costs twice as much."""
+    """One launch of a Triton kernel.
+
+    Not frozen: it is built on the path of every step, and frozen costs twice as much.
+    """
 
     kernel: Any
     """The `triton.jit` function."""
@@ -35,6 +39,22 @@ class Launch:
             return
         self.kernel[self.grid](*self.args, **self.constexprs, num_warps=self.num_warps)
 
+    def signature(self) -> dict[str, str]:
+        """Return the type of each of the kernel's arguments in its order, as Triton spells it.
+
+        Raises:
+            TypeError: The launch does not give as many arguments as the kernel takes.
+        """
+        names = list(self.kernel.arg_names)
+        runtime = [name for name in names if name not in self.constexprs]
+        if len(runtime) != len(self.args):
+            raise TypeError(
+                f"{self.kernel.fn.__name__} takes {runtime}, "
+                f"the launch gives {len(self.args)} arguments"
+            )
+        types = {n: mangle_type(value) for n, value in zip(runtime, self.args, strict=True)}
+        return {name: types.get(name, "constexpr") for name in names}
+
     def compile_offline(self, arch: int = 90) -> bytes:
         """Compile for an NVIDIA device that need not be present.
 
@@ -48,18 +68,9 @@ class Launch:
             triton.CompilationError: The kernel does not build.
         """
         names = list(self.kernel.arg_names)
-        runtime = [name for name in names if name not in self.constexprs]
-        if len(runtime) != len(self.args):
-            raise TypeError(
-                f"{self.kernel.fn.__name__} takes {runtime}, the launch gives {len(self.args)} arguments"
-            )
-        signature = {
-            name: mangle_type(value) for name, value in zip(runtime, self.args, strict=True)
-        }
-        signature |= dict.fromkeys(self.constexprs, "constexpr")
         source = ASTSource(
             self.kernel,
-            signature={name: signature[name] for name in names},
+            signature=self.signature(),
             constexprs={(names.index(name),): value for name, value in self.constexprs.items()},
         )
         compiled = triton.compile(

@@ -1,8 +1,9 @@
 """An operation with two halves that claim to be equal: a torch reference and a Triton kernel.
 
-The reference is the contract and the CPU implementation; the kernel is a claim about it. Which half runs depends only on the
-device of the arguments and on whether this process interprets Triton, both fixed at start. Every `TwinOp` registers itself, so
-a test can walk all of them and fail on one that has no samples.
+The reference is the contract and the CPU implementation; the kernel is a claim about it. Which half
+runs depends only on the device of the arguments and on whether this process interprets Triton, both
+fixed at start. Every `TwinOp` registers itself, so a test can walk all of them and fail on one that
+has no samples.
 """
 
 import inspect
@@ -17,7 +18,7 @@ from mrv2.ops.launch import Launch
 P = ParamSpec("P")
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"
-"""Triton reads this variable when a kernel is decorated, so it is read once, at import, as Triton does."""
+"""Read once, at import, as Triton does: it reads the variable when a kernel is decorated."""
 
 _REGISTRY: dict[str, "TwinOp[...]"] = {}
 
@@ -60,7 +61,10 @@ class TwinOp(Generic[P]):
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> None:
         """Run the kernel on a GPU or under the interpreter, the reference otherwise."""
-        if INTERPRETED or any(isinstance(arg, torch.Tensor) and arg.is_cuda for arg in args):
+        values = (*args, *kwargs.values())
+        if INTERPRETED or any(
+            isinstance(value, torch.Tensor) and value.is_cuda for value in values
+        ):
             self.launch(*args, **kwargs).run()
         else:
             self.reference(*args, **kwargs)
