@@ -1,0 +1,40 @@
+"""Arguments for every op of the runner, keyed by op name: what its two halves are compared on."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+import zlib
+from types import ModuleType
+
+import torch
+
+import mrv2
+from mrv2.ops.twin import TwinOp, registered_ops
+from mrv2_diff.samples import batch, memory, sampling, state
+from mrv2_diff.samples.sample import Bound, OpSamples, Sample
+
+__all__ = ["SAMPLES", "Bound", "OpSamples", "Sample", "all_ops", "samples_of"]
+
+_MODULES: tuple[ModuleType, ...] = (memory, state, batch, sampling)
+
+SAMPLES: dict[str, OpSamples] = {
+    name: samples for module in _MODULES for name, samples in module.SAMPLES.items()
+}
+
+
+def all_ops() -> list[TwinOp[...]]:
+    """Import every module of the runner, so that each op has registered itself, and return them."""
+    for module in pkgutil.walk_packages(mrv2.__path__, "mrv2."):
+        importlib.import_module(module.name)
+    return list(registered_ops())
+
+
+def samples_of(op_name: str) -> list[Sample]:
+    """Return the op's samples, the same ones every time: the generator is seeded by the name.
+
+    Raises:
+        KeyError: The op has none.
+    """
+    generator = torch.Generator().manual_seed(zlib.crc32(op_name.encode()))
+    return list(SAMPLES[op_name].generate(generator))

@@ -1,0 +1,102 @@
+"""Samples of the ops of `mrv2.batch`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from mrv2_diff.samples.sample import (
+    OpSamples,
+    Sample,
+    integers,
+    prefix_sums,
+    scattered_rows,
+    sentinels,
+    strided,
+)
+
+_MAX_ROWS = 13
+_MAX_LEN = 700
+_QUERIES = (
+    ("one token", [1]),
+    ("ragged, an empty request", [1, 0, 255, 256, 257, 521]),
+    ("decodes", [1, 1, 1, 1, 1, 1, 1]),
+    ("ends with an empty request", [3, 0]),
+)
+
+
+def _gather_tokens(generator: torch.Generator) -> Iterator[Sample]:
+    for name, query_lens in _QUERIES:
+        num_reqs, num_tokens = len(query_lens), sum(query_lens)
+        rows = scattered_rows(num_reqs, _MAX_ROWS, generator)
+        num_computed = integers(0, 5, (_MAX_ROWS,), torch.int32, generator)
+        # The longest query ends at the end of its row.
+        longest = query_lens.index(max(query_lens))
+        num_computed[int(rows[longest])] = _MAX_LEN - query_lens[longest]
+        table = integers(0, 50_000, (_MAX_ROWS, _MAX_LEN), torch.int32, generator)
+        yield Sample(
+            name=name,
+            arguments={
+                "rows": rows,
+                "query_start_loc": prefix_sums(query_lens),
+                "token_table": strided(table, gap=3),
+                "num_computed_tokens": num_computed,
+                "max_query_len": max(query_lens),
+                "input_ids": sentinels(num_tokens, dtype=torch.int32),
+                "positions": sentinels(num_tokens, dtype=torch.int64),
+                "seq_lens": sentinels(num_reqs, dtype=torch.int32),
+            },
+        )
+
+
+def _locate_logits(generator: torch.Generator) -> Iterator[Sample]:
+    for name, num_logits in (
+        ("one", [1]),
+        ("none at all", [0, 0]),
+        ("some without", [1, 0, 1, 1, 0]),
+        ("several a request", [1, 15, 0, 16, 17, 37]),
+    ):
+        query_lens = [count + extra for extra, count in enumerate(num_logits)]
+        num_computed = integers(0, 100, (len(num_logits),), torch.int32, generator)
+        yield Sample(
+            name=name,
+            arguments={
+                "rows": scattered_rows(len(num_logits), _MAX_ROWS, generator),
+                "query_start_loc": prefix_sums(query_lens),
+                "cu_num_logits": prefix_sums(num_logits),
+                "seq_lens": num_computed + torch.tensor(query_lens, dtype=torch.int32),
+                "logits_indices": sentinels(sum(num_logits), dtype=torch.int32),
+                "logit_rows": sentinels(sum(num_logits), dtype=torch.int32),
+                "positions": sentinels(sum(num_logits), dtype=torch.int64),
+            },
+        )
+
+
+def _commit_step(generator: torch.Generator) -> Iterator[Sample]:
+    for name, num_logits, seq_lens in (
+        ("one", [1], [1]),
+        ("some without logits", [1, 0, 1, 1, 0], [5, 3, 1, 699, 700]),
+        ("several logits a request", [3, 0, 1, 5], [9, 4, 2, 30]),
+        ("full rows keep nothing", [1, 1, 0], [700, 699, 700]),
+        ("none draws", [0, 0], [7, 11]),
+    ):
+        table = sentinels(_MAX_ROWS, _MAX_LEN, dtype=torch.int32)
+        yield Sample(
+            name=name,
+            arguments={
+                "rows": scattered_rows(len(num_logits), _MAX_ROWS, generator),
+                "seq_lens": torch.tensor(seq_lens, dtype=torch.int32),
+                "cu_num_logits": prefix_sums(num_logits),
+                "drawn": integers(0, 50_000, (sum(num_logits),), torch.int64, generator),
+                "token_table": strided(table, gap=3),
+                "num_computed_tokens": sentinels(_MAX_ROWS, dtype=torch.int32),
+            },
+        )
+
+
+SAMPLES = {
+    "batch.gather_tokens": OpSamples(generate=_gather_tokens),
+    "batch.locate_logits": OpSamples(generate=_locate_logits),
+    "batch.commit_step": OpSamples(generate=_commit_step),
+}
