@@ -3,6 +3,7 @@
 import os
 import platform
 import subprocess
+from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
 
@@ -23,7 +24,7 @@ _UNKNOWN = "unknown"
 def collect(
     device: str, *, seed: int | None = None, checkout: Path | None = None
 ) -> dict[str, str]:
-    """Return versions, device and state of the source.
+    """Return the date (UTC), versions, device and state of the source.
 
     Args:
         device: `cpu`, `cuda` or `cuda:N`, as torch writes it.
@@ -32,7 +33,7 @@ def collect(
     """
     checkout = checkout if checkout is not None else Path(__file__).parent
     versions = {name: _version(candidates) for name, candidates in _PACKAGES.items()}
-    source = {"commit": _commit(checkout)}
+    source = {"date": datetime.now(UTC).date().isoformat(), "commit": _commit(checkout)}
     if seed is not None:
         source["seed"] = str(seed)
     return {

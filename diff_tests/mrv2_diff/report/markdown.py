@@ -1,0 +1,87 @@
+"""`PARITY.md`: the same feature table as text that a forge renders."""
+
+import html
+import re
+from collections.abc import Sequence
+
+from mrv2_diff.record import Record
+from mrv2_diff.report.environments import environments
+from mrv2_diff.report.figures import (
+    MISSING,
+    count_text,
+    headline,
+    number_text,
+    ratio_text,
+)
+from mrv2_diff.report.summary import cases_text, counts_text, verdict_text
+from mrv2_diff.verdict import Verdict
+
+_COLUMNS = ("Feature", "Case", "Verdict", "Tokens compared", "Differing", "Logit difference",
+            "Floor", "Memory", "Latency")  # fmt: skip
+_ALIGNMENT = "|---|---|---|--:|--:|--:|--:|--:|--:|"
+
+LEGEND = (
+    "Logit difference: the largest absolute one. Floor: the reference against itself. "
+    "Memory and latency: candidate over reference, peak of a step and median step."
+)
+
+_SPECIAL = re.compile(r"([\\`*|\[\]~#]|(?<![^\W_])_|_(?![^\W_]))")
+
+
+def escape(text: str) -> str:
+    """Return `text` such that Markdown shows it as it is, on one line, in a cell or outside."""
+    return _SPECIAL.sub(r"\\\1", html.escape(" ".join(text.split()), quote=False))
+
+
+def section(records: Sequence[Record], title: str, absent: Sequence[Record] = ()) -> str:
+    """Return one table with its heading, its counts and what it was measured on.
+
+    Args:
+        records: What was run.
+        title: Heading.
+        absent: Records from elsewhere of cases that were not run here.
+    """
+    not_run = f", {len(absent)} without a record here" if absent else ""
+    lines = [
+        f"## {escape(title)}",
+        "",
+        f"{cases_text(len(records))}: {counts_text(records)}{not_run}.",
+    ]
+    lines += ["", "| " + " | ".join(_COLUMNS) + " |", _ALIGNMENT]
+    lines += [_row(record) for record in records] + [_absent_row(record) for record in absent]
+    differing = [record for record in records if record.verdict is not Verdict.MATCH]
+    if differing:
+        lines += ["", "What differs:", ""]
+        lines += [f"- {escape(record.id)}: {escape(record.summary)}" for record in differing]
+    lines += ["", "Measured on:", ""]
+    for environment in environments(records):
+        facts = ", ".join(f"{name} {value}" for name, value in environment.facts.items())
+        lines.append(f"- {cases_text(environment.cases)}: {escape(facts)}")
+    return "\n".join(lines) + "\n"
+
+
+def document(sections: Sequence[str], preface: str) -> str:
+    """Return the whole file."""
+    return "\n".join(["# Parity\n", f"{preface}\n", f"{LEGEND}\n", *sections])
+
+
+def _row(record: Record) -> str:
+    figures = headline(record)
+    cells = (
+        escape(record.feature),
+        escape(record.id),
+        verdict_text(record.verdict),
+        count_text(figures.tokens_compared) if figures.tokens_compared else MISSING,
+        count_text(figures.tokens_differing) if figures.tokens_compared else MISSING,
+        number_text(figures.logit_diff),
+        number_text(figures.logit_floor),
+        ratio_text(figures.memory_ratio),
+        ratio_text(figures.latency_ratio),
+    )
+    return "| " + " | ".join(cells) + " |"
+
+
+def _absent_row(record: Record) -> str:
+    named = (escape(record.feature), escape(record.id), verdict_text(Verdict.NOT_RUN))
+    empty = (MISSING,) * (len(_COLUMNS) - len(named))
+    return "| " + " | ".join(named + empty) + " |"

@@ -1,0 +1,168 @@
+"""`index.html`: one file that works offline and without scripts; all text is escaped."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+from mrv2_diff.record import Agreement, Memory, Record
+from mrv2_diff.report import figures, plots
+from mrv2_diff.report.environments import environments, pairs_text
+from mrv2_diff.report.summary import counts, verdict_text
+from mrv2_diff.verdict import Verdict
+
+_TONES = {
+    Verdict.MATCH: "good",
+    Verdict.NEAR_TIE: "near",
+    Verdict.KNOWN_DIFFERENCE: "near",
+    Verdict.INCONCLUSIVE: "open",
+    Verdict.NOT_RUN: "open",
+}
+_SIGNS = {"good": "✓", "near": "≈", "open": "?", "bad": "✗"}
+
+_KEY_FACTS = {
+    "date": "",
+    "vllm": "vLLM ",
+    "mrv2": "mrv2 ",
+    "torch": "torch ",
+    "device": "",
+    "commit": "commit ",
+}
+"""Facts named at the top of the page, each with what precedes its value."""
+
+_MEMORY_ROWS = (
+    ("Step peak, tensors", "step_peak_tensor_bytes"),
+    ("Step peak, Python heap", "step_peak_python_bytes"),
+    ("State held between steps", "state_held_bytes"),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VerdictView:
+    """A verdict with its colour, sign and count."""
+
+    text: str
+    tone: str
+    sign: str
+    count: int = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AgreementView:
+    """One kind of value, how it compared, and its floor."""
+
+    name: str
+    figures: Agreement
+    floor: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryView:
+    """One kind of memory of both runners, as text."""
+
+    name: str
+    reference: str
+    candidate: str
+    ratio: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CaseView:
+    """Everything the page shows of one record."""
+
+    anchor: str
+    record: Record
+    verdict: VerdictView
+    head: figures.Headline
+    agreements: list[AgreementView]
+    memory: list[MemoryView]
+    bars: list[plots.Bar]
+    steps: plots.StepPlot | None
+    steps_compared: int
+
+
+def page(records: Sequence[Record]) -> str:
+    """Return the whole page."""
+    cases = [_case(place, record) for place, record in enumerate(records)]
+    heads = [case.head for case in cases]
+    return _templates().get_template("index.html").render(
+        areas=[(area, list(group)) for area, group in groupby(cases, lambda c: c.record.area)],
+        failures=[case for case in cases if not case.record.verdict.passes],
+        total=len(cases),
+        passes=bool(cases) and all(record.verdict.passes for record in records),
+        tally=[_verdict(verdict, number) for verdict, number in counts(records).items()],
+        pairs=pairs_text(records),
+        values=sum(head.values_compared for head in heads),
+        tokens=sum(head.tokens_compared for head in heads),
+        request_steps=sum(record.request_steps for record in records),
+        environments=environments(records),
+        key_facts=_key_facts(records),
+    )  # fmt: skip
+
+
+def _templates() -> Environment:
+    templates = Environment(
+        loader=FileSystemLoader(Path(__file__).parent / "templates"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    templates.filters |= {
+        "count": figures.count_text,
+        "number": figures.number_text,
+        "ratio": figures.ratio_text,
+    }
+    return templates
+
+
+def _key_facts(records: Sequence[Record]) -> list[str]:
+    """Return what the reader must know of the environment before any figure."""
+    facts = []
+    for name, prefix in _KEY_FACTS.items():
+        values = dict.fromkeys(record.environment.get(name, "") for record in records)
+        facts += [prefix + value for value in values if value]
+    return facts
+
+
+def _verdict(verdict: Verdict, count: int = 1) -> VerdictView:
+    tone = _TONES.get(verdict, "bad")
+    return VerdictView(text=verdict_text(verdict), tone=tone, sign=_SIGNS[tone], count=count)
+
+
+def _case(place: int, record: Record) -> CaseView:
+    floor = record.noise_floor
+    latency = figures.sides(record.latency, record.pair)
+    return CaseView(
+        anchor=f"case-{place}",
+        record=record,
+        verdict=_verdict(record.verdict),
+        head=figures.headline(record),
+        agreements=[
+            AgreementView(name=name, figures=agreement, floor=floor.get(name))
+            for name, agreement in record.agreements.items()
+        ],
+        memory=_memory(*figures.sides(record.memory, record.pair)),
+        bars=plots.latency_bars(*latency, record.pair),
+        steps=plots.step_plot(record.logit_diffs, floor.get("logits")),
+        steps_compared=len(record.logit_diffs),
+    )
+
+
+def _memory(reference: Memory | None, candidate: Memory | None) -> list[MemoryView]:
+    if reference is None or candidate is None:
+        return []
+    rows = []
+    for name, attribute in _MEMORY_ROWS:
+        before, after = getattr(reference, attribute), getattr(candidate, attribute)
+        rows.append(
+            MemoryView(
+                name=name,
+                reference=figures.bytes_text(before),
+                candidate=figures.bytes_text(after),
+                ratio=figures.ratio_text(figures.ratio(after, before)),
+            )
+        )
+    return rows

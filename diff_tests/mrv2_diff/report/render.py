@@ -1,0 +1,80 @@
+"""Writes the three files of a report, each whole or not at all."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from mrv2_diff import record as records_file
+from mrv2_diff.record import Record
+from mrv2_diff.report import markdown
+from mrv2_diff.report.environments import pairs_text
+from mrv2_diff.report.page import page
+from mrv2_diff.report.summary import summary_json
+
+FILES = ("summary.json", "PARITY.md", "index.html")
+
+_RUN_PREFACE = "Written by `mrv2-diff report` from the records of one run."
+_COMMITTED_PREFACE = (
+    "Written by `mrv2-diff report --committed` from the records under `parity/`; "
+    "the latest record of a case counts. Not edited by hand."
+)
+_NO_RECORDS = "No records are kept yet.\n"
+
+
+def render(records: Sequence[Record], out: Path) -> None:
+    """Write `summary.json`, `PARITY.md` and `index.html` into `out`.
+
+    Raises:
+        OSError: The folder cannot be written or the disk is full.
+    """
+    out.mkdir(parents=True, exist_ok=True)
+    section = markdown.section(records, f"Pair {pairs_text(records)}")
+    _replace(out / "summary.json", summary_json(records))
+    _replace(out / "PARITY.md", markdown.document([section], _RUN_PREFACE).encode())
+    _replace(out / "index.html", page(records).encode())
+
+
+def render_committed(root: Path) -> str:
+    """Return the text of `PARITY.md` for the records kept under `root/parity`.
+
+    A case that has a record on one device is told as not run on every device that has none.
+
+    Raises:
+        ValueError: A file there holds something that is no record. Names file and line.
+    """
+    kept = [
+        (f"vLLM {path.parent.name}, {path.stem}: {' and '.join(pair)}", pair, records)
+        for path in sorted((root / "parity").glob("*/*.jsonl"))
+        for pair, records in _latest(path).items()
+    ]
+    sections = []
+    for title, pair, here in kept:
+        alike = (held for _, other, held in kept if other == pair)
+        known = {case_id: record for held in alike for case_id, record in held.items()}
+        absent = [record for case_id, record in known.items() if case_id not in here]
+        sections.append(markdown.section(list(here.values()), title, absent))
+    return markdown.document(sections or [_NO_RECORDS], _COMMITTED_PREFACE)
+
+
+def _latest(path: Path) -> dict[tuple[str, str], dict[str, Record]]:
+    """Return, by pair and case, the last record in a file that is only ever appended to."""
+    latest: dict[tuple[str, str], dict[str, Record]] = {}
+    for kept in records_file.read(path):
+        latest.setdefault(kept.pair, {})[kept.id] = kept
+    return latest
+
+
+def write_committed(root: Path) -> Path:
+    """Write `root/PARITY.md` anew and return its path."""
+    path = root / "PARITY.md"
+    _replace(path, render_committed(root).encode())
+    return path
+
+
+def _replace(path: Path, content: bytes) -> None:
+    """Write `content` beside `path` first, so that a full disk leaves the former file whole."""
+    partial = path.with_name(f".{path.name}.partial")
+    try:
+        partial.write_bytes(content)
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
