@@ -7,6 +7,7 @@ what it declares and nothing else.
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -34,6 +35,18 @@ each_op = pytest.mark.parametrize(
     "op", [op for op in OPS if op.name in SAMPLES], ids=lambda op: op.name
 )
 each_case = pytest.mark.parametrize(("op", "sample"), CASES)
+# Kernels in which one program loops over a row: their grid does not depend on the block.
+LOOPING = ("sampling.draw", "sampling.ranks")
+each_looping_case = pytest.mark.parametrize(
+    ("op", "sample"),
+    [
+        pytest.param(op, sample, id=f"{op.name}-{sample.name}")
+        for op in OPS
+        if op.name in LOOPING
+        for sample in samples_of(op.name)
+        if sample.arguments["logits"].shape[1] < 100
+    ],
+)
 
 
 def in_order(op: TwinOp[...], sample: Sample) -> dict[str, Any]:
@@ -81,6 +94,24 @@ def test_reference_changes_only_what_it_declares(op: TwinOp[...], sample: Sample
     assert not written_outside(arguments, after)
 
 
+def assert_same_for_any_block(op: TwinOp[...], sample: Sample, device: torch.device) -> None:
+    """Run the kernel with smaller blocks: the integers that it writes may not change."""
+    arguments = in_order(op, sample)
+    expected = run_guarded(op.reference, arguments, CPU)
+    for block in (16, 128):
+
+        def smaller(*values: Any, block: int = block) -> None:
+            dataclasses.replace(op.launch(*values), constexprs={"BLOCK": block}).run()
+
+        assert not differences(expected, run_guarded(smaller, arguments, device), {})
+
+
+@pytest.mark.gpu
+@each_looping_case
+def test_compiled_kernel_is_the_same_for_any_block(op: TwinOp[...], sample: Sample) -> None:
+    assert_same_for_any_block(op, sample, torch.device("cuda"))
+
+
 @pytest.mark.gpu
 @each_case
 def test_compiled_kernel_equals_reference(op: TwinOp[...], sample: Sample) -> None:
@@ -92,3 +123,7 @@ if INTERPRETED:
     @each_case
     def test_interpreted_kernel_equals_reference(op: TwinOp[...], sample: Sample) -> None:
         assert_kernel_equals_reference(op, sample, CPU)
+
+    @each_looping_case
+    def test_interpreted_kernel_is_the_same_for_any_block(op: TwinOp[...], sample: Sample) -> None:
+        assert_same_for_any_block(op, sample, CPU)

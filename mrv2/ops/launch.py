@@ -1,9 +1,8 @@
 """A kernel launch as a value: which kernel, which grid, which arguments.
 
 A value can be run on a device, or compiled for one that is not there. The second is how a machine
-without a GPU proves that every kernel builds. `signature` leans on `triton.runtime.jit.mangle_type`,
-which Triton does not document; it stays in this file, and a Triton upgrade that moves it is mended
-here.
+without a GPU proves that every kernel builds. `signature` leans on Triton's undocumented
+`triton.runtime.jit.mangle_type`; it stays in this file, where an upgrade that moves it is mended.
 """
 
 from collections.abc import Mapping

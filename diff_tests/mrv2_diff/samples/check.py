@@ -15,8 +15,9 @@ from torch import Tensor
 
 from mrv2_diff.samples.sample import SENTINEL, Bound
 
-_GUARD = 64
-"""Elements on each side: a multiple of 16 bytes, so a tensor stays aligned as it would be alone."""
+_GUARD = 4096
+"""Elements on each side. More than a kernel's block, so that a missing mask is reported rather than
+crashes; and a multiple of 16 bytes, so that a tensor stays aligned as it would be alone."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 SENTINEL = -77
-"""Fills outputs and gaps. Small, so that a kernel that takes it for an index stays near its array."""
+"""Fills outputs and gaps. Small: a kernel that takes it for an index stays near its array."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
