@@ -111,10 +111,11 @@ def _refuse_foreign(directory: Path) -> None:
 
 
 def _write(directory: Path, spec: ModelSpec) -> None:
-    from safetensors.numpy import save_file  # loads a native library
+    from safetensors.numpy import save  # loads a native library
 
     _write_json(directory / "config.json", _config(spec))
-    save_file(_weights(spec), directory / "model.safetensors", metadata={"format": "pt"})
+    weights = save(_weights(spec), metadata={"format": "pt"})
+    (directory / "model.safetensors").write_bytes(weights)
     write_tokenizer(directory, MAX_POSITIONS)
     _write_json(directory / MARKER, {"key": spec.key, "seed": spec.seed})
 

@@ -35,7 +35,7 @@ def write_tokenizer(directory: Path, max_positions: int) -> None:
     assert tokenizer.get_vocab_size() == VOCAB_SIZE
     assert tokenizer.token_to_id("<bos>") == BOS_ID
     assert tokenizer.token_to_id("<eos>") == EOS_ID
-    tokenizer.save(str(directory / "tokenizer.json"))
+    (directory / "tokenizer.json").write_text(tokenizer.to_str(pretty=True), encoding="utf-8")
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "bos_token": "<bos>",

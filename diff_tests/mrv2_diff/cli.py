@@ -1,0 +1,371 @@
+"""The command `mrv2-diff`: reads arguments, calls the harness, and turns errors into exit codes.
+
+Nothing heavy is imported before a command needs it, so that `--help` is instant.
+"""
+
+import argparse
+import dataclasses
+import difflib
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+
+from mrv2_diff import help_texts
+from mrv2_diff.case import Case
+from mrv2_diff.harness import PAIRS, Harness, Selection, installed_harness
+from mrv2_diff.record import Record
+from mrv2_diff.records_folder import RECORDS, RecordsFolder, RecordsFolderError
+
+EXIT_PASSED = 0
+EXIT_FAILED = 1
+EXIT_BAD_INPUT = 2
+EXIT_INTERRUPTED = 130
+"""128 + SIGINT, as shells report it."""
+
+LATEST = Path("reports/latest")
+COMMITTED = Path("reports")
+
+
+class BadInputError(Exception):
+    """The user asked for something that cannot be done. The message says what to do instead."""
+
+
+def main(argv: Sequence[str] | None = None, *, harness: Harness | None = None) -> int:
+    """Run one command and return its exit code."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    harness = harness if harness is not None else installed_harness()
+    if arguments[:1] == ["bench"]:
+        return harness.bench(arguments[1:])
+    parsed = _parser().parse_args(arguments)
+    try:
+        return _COMMANDS[parsed.command](parsed, harness)
+    except (BadInputError, RecordsFolderError) as error:
+        print(f"mrv2-diff {parsed.command}: {error}", file=sys.stderr)
+        return EXIT_BAD_INPUT
+    except KeyboardInterrupt:
+        print(f"mrv2-diff {parsed.command}: interrupted", file=sys.stderr)
+        return EXIT_INTERRUPTED
+
+
+# ---------------------------------------------------------------- arguments
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="mrv2-diff",
+        description=help_texts.PROGRAM,
+        epilog=help_texts.PROGRAM_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    _add_run(commands)
+    _add_report(commands)
+    _add_make_model(commands)
+    _add_cases(commands)
+    _add_command(commands, "bench", help_texts.BENCH)
+    _add_command(commands, "check-surface", help_texts.CHECK_SURFACE)
+    return parser
+
+
+_Commands = argparse._SubParsersAction  # the only name that argparse has for it
+
+
+def _add_command(
+    commands: "_Commands[argparse.ArgumentParser]", name: str, text: help_texts.HelpText
+) -> argparse.ArgumentParser:
+    return commands.add_parser(
+        name,
+        help=text.short,
+        description=text.long,
+        epilog=text.epilog,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+
+
+def _add_run(commands: "_Commands[argparse.ArgumentParser]") -> None:
+    run = _add_command(commands, "run", help_texts.RUN)
+    run.add_argument("--area", action="append", default=[], metavar="A", help="every case of an "
+                     "area; may be given again")  # fmt: skip
+    run.add_argument("--case", action="append", default=[], metavar="ID", help="one case, besides "
+                     "those of --area; may be given again")  # fmt: skip
+    run.add_argument("--pair", default="v1,mrv2", metavar="REF,CAND",
+                     help="reference and candidate: v1,mrv2 (default) or v1,v1")  # fmt: skip
+    run.add_argument("--model", type=Path, metavar="DIR", help="checkpoint to run on, instead of "
+                     "the tiny one that each case names")  # fmt: skip
+    run.add_argument("--out", type=Path, default=LATEST, metavar="DIR",
+                     help="where records.jsonl is written (default: %(default)s)")  # fmt: skip
+    run.add_argument("--resume", action="store_true", help="keep the records in --out and run "
+                     "only the cases that have none for this pair and model")  # fmt: skip
+
+
+def _add_report(commands: "_Commands[argparse.ArgumentParser]") -> None:
+    report = _add_command(commands, "report", help_texts.REPORT)
+    report.add_argument("folder", nargs="?", type=Path, default=LATEST, metavar="DIR",
+                        help="folder of a run (default: %(default)s)")  # fmt: skip
+    report.add_argument("--records", action="append", type=Path, default=[], metavar="FILE",
+                        help="records to read instead of DIR/records.jsonl; may be given "
+                        "again")  # fmt: skip
+    report.add_argument("--out", type=Path, metavar="DIR", help="where the report is written "
+                        "(default: beside the first file of records)")  # fmt: skip
+    report.add_argument("--committed", nargs="?", type=Path, const=COMMITTED, metavar="ROOT",
+                        help="write ROOT/PARITY.md from the records under ROOT/parity instead "
+                        "(ROOT: %(const)s)")  # fmt: skip
+
+
+def _add_make_model(commands: "_Commands[argparse.ArgumentParser]") -> None:
+    make = _add_command(commands, "make-model", help_texts.MAKE_MODEL)
+    make.add_argument("folder", type=Path, metavar="DIR", help="new or empty folder, or one that "
+                      "this command made")  # fmt: skip
+    make.add_argument("--seed", type=int, default=0, metavar="N", help="(default: %(default)s)")
+    make.add_argument("--layers", type=int, default=2, metavar="L", help="(default: %(default)s)")
+    make.add_argument("--sliding-window", type=int, metavar="W", help="tokens that a sliding "
+                      "layer sees (default: full attention)")  # fmt: skip
+    make.add_argument("--sliding-layers", choices=("all", "alternate"), default="all",
+                      help="which layers slide (default: %(default)s)")  # fmt: skip
+
+
+def _add_cases(commands: "_Commands[argparse.ArgumentParser]") -> None:
+    cases = _add_command(commands, "cases", help_texts.CASES)
+    cases.add_argument("--area", action="append", default=[], metavar="A", help="only the cases "
+                       "of an area; may be given again")  # fmt: skip
+
+
+# ---------------------------------------------------------------- run
+
+
+def _run(arguments: argparse.Namespace, harness: Harness) -> int:
+    selection = Selection(
+        cases=_selected(harness, arguments.area, arguments.case),
+        pair=_pair(arguments.pair),
+        model=_checked_model(arguments.model),
+    )
+    label = _model_label(selection.model)
+    folder = RecordsFolder(arguments.out, resume=arguments.resume)
+    wanted = {case.id: case for case in selection.cases}
+    records = [record for record in _read_or_refuse(folder)
+               if record.id in wanted and record.pair == selection.pair
+               and record.environment.get("model") == label]  # fmt: skip
+    done = {record.id for record in records}
+    left = dataclasses.replace(
+        selection, cases=tuple(case for case in selection.cases if case.id not in done)
+    )
+    if done:
+        print(f"resuming: {len(done)} of {len(wanted)} cases have records", flush=True)
+    try:
+        _execute(left, harness, lambda record: _keep(record, label, folder, records))
+    except KeyboardInterrupt:
+        print(
+            f"\ninterrupted: {len(records)} of {len(wanted)} cases have whole records in "
+            f"{folder.path}; go on with the same command and --resume",
+            file=sys.stderr,
+        )
+        return EXIT_INTERRUPTED
+    return _conclude(records, expected=len(wanted))
+
+
+def _execute(selection: Selection, harness: Harness, keep: Callable[[Record], None]) -> None:
+    """Run the cases, hand each record to `keep` as its case ends, and show how it goes."""
+    from mrv2.errors import ConfigError  # imports torch, which the run needs anyway
+    from mrv2_diff.progress import progress_on
+
+    if not selection.cases:
+        return
+    with progress_on(sys.stdout, len(selection.cases)) as progress:
+        try:
+            for record in harness.run(selection, progress.step):
+                keep(record)
+                progress.finished(record)
+        except ConfigError as error:
+            raise BadInputError(str(error)) from error
+
+
+def _keep(record: Record, label: str, folder: RecordsFolder, records: list[Record]) -> None:
+    """Write a record with its model's label, then count it."""
+    labelled = dataclasses.replace(record, environment={**record.environment, "model": label})
+    folder.append(labelled)
+    records.append(labelled)
+
+
+def _conclude(records: Sequence[Record], *, expected: int) -> int:
+    """Print the last line and return the exit code: 0 only where every case ran and passed."""
+    from mrv2_diff.report import parity_line
+
+    if len(records) < expected:
+        print(f"{expected - len(records)} of {expected} cases gave no record", file=sys.stderr)
+    print(parity_line(records), flush=True)
+    whole = bool(records) and len(records) >= expected
+    passed = whole and all(record.verdict.passes for record in records)
+    return EXIT_PASSED if passed else EXIT_FAILED
+
+
+def _selected(harness: Harness, areas: Sequence[str], ids: Sequence[str]) -> tuple[Case, ...]:
+    """Return the cases of the areas and those named; all of them where nothing is named."""
+    catalog = harness.cases()
+    _check_known("area", areas, dict.fromkeys(case.area for case in catalog.values()))
+    _check_known("case", ids, catalog)
+    every = not areas and not ids
+    return tuple(case for case in catalog.values() if every or case.area in areas or case.id in ids)
+
+
+def _check_known(kind: str, given: Sequence[str], known: Iterable[str]) -> None:
+    names = list(known)
+    for name in given:
+        if name in names:
+            continue
+        close = difflib.get_close_matches(name, names, n=3, cutoff=0.5)
+        ordered = close + [other for other in names if other not in close]
+        raise BadInputError(f"no {kind} is called {name!r}; choose from: {', '.join(ordered)}")
+
+
+def _pair(text: str) -> tuple[str, str]:
+    for pair in PAIRS:
+        if text == ",".join(pair):
+            return pair
+    known = " or ".join(",".join(pair) for pair in PAIRS)
+    raise BadInputError(f"no pair is called {text!r}; choose {known}")
+
+
+def _checked_model(folder: Path | None) -> Path | None:
+    from mrv2_diff.models import ModelFolderError, check_model_folder
+
+    if folder is not None:
+        try:
+            check_model_folder(folder)
+        except ModelFolderError as error:
+            raise BadInputError(str(error)) from error
+    return folder
+
+
+def _model_label(folder: Path | None) -> str:
+    """Return a name of the model for the record: no path, and another for another config."""
+    import zlib
+
+    if folder is None:
+        return "made from the case's seed"
+    config = (folder / "config.json").read_bytes()
+    return f"{folder.resolve().name} ({zlib.crc32(config):08x})"
+
+
+def _read_or_refuse(folder: RecordsFolder) -> list[Record]:
+    try:
+        return folder.records()
+    except ValueError as error:
+        raise BadInputError(f"{error}; run without --resume to begin anew") from error
+
+
+# ---------------------------------------------------------------- report
+
+
+def _report(arguments: argparse.Namespace, harness: Harness) -> int:
+    from mrv2_diff.report import parity_line, render
+
+    if arguments.committed is not None:
+        return _report_committed(arguments.committed)
+    files = arguments.records or [arguments.folder / RECORDS]
+    records = [record for file in files for record in _records_in(file)]
+    if not records:
+        raise BadInputError(f"{files[0]} holds no records; make some: mrv2-diff run")
+    out = arguments.out if arguments.out is not None else files[0].parent
+    try:
+        render(records, out)
+    except OSError as error:
+        raise _unwritable(out, error) from error
+    print(f"wrote {out / 'index.html'}")
+    print(parity_line(records), flush=True)
+    return EXIT_PASSED if all(record.verdict.passes for record in records) else EXIT_FAILED
+
+
+def _report_committed(root: Path) -> int:
+    from mrv2_diff.report.render import write_committed
+
+    try:
+        print(f"wrote {write_committed(root)}")
+    except ValueError as error:
+        raise BadInputError(str(error)) from error
+    except OSError as error:
+        raise _unwritable(root, error) from error
+    return EXIT_PASSED
+
+
+def _records_in(file: Path) -> list[Record]:
+    from mrv2_diff import record
+
+    try:
+        return list(record.read(file))
+    except OSError as error:
+        raise BadInputError(
+            f"cannot read records from {file}: {error.strerror}; make some: mrv2-diff run"
+        ) from error
+    except ValueError as error:
+        raise BadInputError(f"{error}; name a file that mrv2-diff run wrote") from error
+
+
+def _unwritable(folder: Path, error: OSError) -> BadInputError:
+    reason = error.strerror or str(error)
+    return BadInputError(
+        f"cannot write to {folder}: {reason}; make room or mend its permissions, or name another "
+        f"folder"
+    )
+
+
+# ---------------------------------------------------------------- the others
+
+
+def _make_model(arguments: argparse.Namespace, harness: Harness) -> int:
+    from mrv2_diff.models import ModelSpec, make_model
+
+    try:
+        spec = ModelSpec(
+            seed=arguments.seed,
+            layers=arguments.layers,
+            sliding_window=arguments.sliding_window,
+            sliding_layers=arguments.sliding_layers,
+        )
+        make_model(arguments.folder, spec)
+    except (ValueError, FileExistsError) as error:
+        raise BadInputError(str(error)) from error
+    except OSError as error:
+        raise _unwritable(arguments.folder, error) from error
+    print(f"made {arguments.folder}; compare on it: mrv2-diff run --model {arguments.folder}")
+    return EXIT_PASSED
+
+
+def _cases(arguments: argparse.Namespace, harness: Harness) -> int:
+    chosen = _selected(harness, arguments.area, [])
+    width = max((len(case.id) for case in chosen), default=0)
+    for area in dict.fromkeys(case.area for case in chosen):
+        print(area)
+        for case in chosen:
+            if case.area == area:
+                print(f"  {case.id:<{width}}  {case.title}")
+    return EXIT_PASSED
+
+
+def _check_surface(arguments: argparse.Namespace, harness: Harness) -> int:
+    try:
+        unknown = harness.surface()
+    except ModuleNotFoundError as error:
+        raise BadInputError(str(error)) from error
+    for name, places in unknown.items():
+        print(f"{name}\n  " + "\n  ".join(places))
+    if unknown:
+        print(f"surface: {len(unknown)} unknown; give each an entry in SURFACE: served, no-op or "
+              f"refused")  # fmt: skip
+        return EXIT_FAILED
+    print("surface: every name that vLLM touches on a runner is known")
+    return EXIT_PASSED
+
+
+_COMMANDS = {
+    "run": _run,
+    "report": _report,
+    "make-model": _make_model,
+    "cases": _cases,
+    "check-surface": _check_surface,
+}
+
+
+if __name__ == "__main__":
+    sys.exit(main())

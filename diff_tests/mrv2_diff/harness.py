@@ -1,0 +1,78 @@
+"""What the command line asks of the harness, as values that a test can replace.
+
+The installed harness imports torch and vLLM when it runs cases, and not before.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from mrv2_diff.case import Case
+from mrv2_diff.record import Record
+
+OnStep = Callable[[str, int], None]
+
+PAIRS: tuple[tuple[str, str], ...] = (("v1", "mrv2"), ("v1", "v1"))
+"""Reference and candidate of every pair that can be run."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Selection:
+    """Which cases to run, against which pair, on which model."""
+
+    cases: tuple[Case, ...]
+    pair: tuple[str, str]
+    model: Path | None
+    """None: the model that each case names, made from its seed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Harness:
+    """The collaborators of the command line."""
+
+    cases: Callable[[], Mapping[str, Case]]
+    run: Callable[[Selection, OnStep], Iterator[Record]]
+    bench: Callable[[Sequence[str]], int]
+    surface: Callable[[], Mapping[str, Sequence[str]]]
+    """Returns each name that vLLM touches on a runner and we do not know, with the places.
+
+    Raises ModuleNotFoundError where vLLM is not installed.
+    """
+
+
+def installed_harness() -> Harness:
+    """Return the harness of this installation."""
+    return Harness(cases=_cases, run=_run, bench=_bench, surface=_surface)
+
+
+def _cases() -> Mapping[str, Case]:
+    from mrv2_diff.catalog import CASES  # --help needs no catalog
+
+    return CASES
+
+
+def _run(selection: Selection, on_step: OnStep) -> Iterator[Record]:
+    from mrv2_diff.run import RunRequest, run_cases  # imports torch and vLLM: seconds
+
+    request = RunRequest(cases=selection.cases, pair=selection.pair, model=selection.model)
+    return run_cases(request, on_step)
+
+
+def _bench(arguments: Sequence[str]) -> int:
+    from mrv2_diff import bench  # imports torch and vLLM: seconds
+
+    return bench.main(list(arguments))
+
+
+def _surface() -> Mapping[str, Sequence[str]]:
+    from importlib.util import find_spec  # finds vLLM without importing it
+
+    from mrv2_compat.vllm_v1 import surface, surface_scan  # imports the runner, and with it torch
+
+    found = find_spec("vllm")
+    if found is None or not found.submodule_search_locations:
+        raise ModuleNotFoundError("vLLM is not installed; run make setup", name="vllm")
+    touched = surface_scan.scan_vllm(Path(found.submodule_search_locations[0]))
+    return {
+        name: [str(place) for place in touched[name]] for name in surface.unknown_names(touched)
+    }

@@ -1,0 +1,113 @@
+"""What `--help` says: what a command does, examples, and what its exit codes mean."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HelpText:
+    """The texts of one command."""
+
+    short: str
+    long: str
+    epilog: str
+
+
+PROGRAM = """\
+Compare two model runners inside one vLLM engine on identical batches: tokens, logits, logprobs,
+step inputs, memory and latency, value by value and step by step."""
+
+PROGRAM_EPILOG = """\
+a first comparison:
+  mrv2-diff run                 every case, vLLM's V1 runner against mrv2
+  mrv2-diff report              reports/latest/index.html
+
+exit codes: 0 all passed, 1 something failed, 2 bad input, 130 interrupted.
+`mrv2-diff COMMAND --help` tells more of each."""
+
+RUN = HelpText(
+    short="run cases and write their records",
+    long="""\
+Run cases: one engine, two runners in one worker. The reference drives the scheduler; the candidate
+gets its own copy of every batch. A record is written as each case ends.""",
+    epilog="""\
+examples:
+  mrv2-diff run                                    every case, on tiny models made for it
+  mrv2-diff run --area sampling                    an area
+  mrv2-diff run --case lifecycle.preemption        one case (mrv2-diff cases lists them)
+  mrv2-diff run --pair v1,v1                       the control: V1 against itself
+  mrv2-diff run --model ./checkpoint --out ./mine  your own model
+  mrv2-diff run --resume                           go on after an interruption
+
+DIR/records.jsonl of a former run is kept as records.previous.jsonl, unless --resume is given.
+The last line is `parity: N cases, N match, ...`.
+
+exit codes:
+  0    at least one case ran, and every case passed (match, near tie, known difference)
+  1    a case failed, or gave no record
+  2    bad input: an unknown name, no model, a folder that cannot be written
+  130  interrupted; the records written so far are whole""",
+)
+
+REPORT = HelpText(
+    short="render records as a page, Markdown and JSON",
+    long="""\
+Render records: index.html (one file, works offline), PARITY.md and summary.json. Nothing is run;
+records of another machine render here.""",
+    epilog="""\
+examples:
+  mrv2-diff report                                      reports/latest
+  mrv2-diff report ./mine                               the records of run --out ./mine
+  mrv2-diff report --records a.jsonl --records b.jsonl --out ./both
+  mrv2-diff report --committed                          reports/PARITY.md from reports/parity
+
+exit codes:
+  0  the report was written, and every case in it passed
+  1  the report was written, and a case in it failed
+  2  bad input: no records, or a folder that cannot be written""",
+)
+
+MAKE_MODEL = HelpText(
+    short="make a tiny checkpoint from a seed",
+    long="""\
+Make a tiny checkpoint with a byte-level tokenizer: Qwen3, or EXAONE 4 where sliding and full
+layers alternate. The same options give the same bytes. Its logits are spread like a trained
+model's. vLLM runs a float32 checkpoint in bfloat16 unless told --dtype float32.""",
+    epilog="""\
+examples:
+  mrv2-diff make-model ./tiny
+  mrv2-diff make-model ./tiny --seed 7 --layers 4
+  mrv2-diff make-model ./sliding --sliding-window 16 --sliding-layers alternate --layers 4
+
+exit codes:
+  0  the checkpoint was made
+  2  bad input: a value out of bounds, a folder that holds something else or cannot be written""",
+)
+
+CASES = HelpText(
+    short="list the cases",
+    long="List the cases by area, with what each is about.",
+    epilog="""\
+examples:
+  mrv2-diff cases
+  mrv2-diff cases --area lifecycle
+
+exit codes: 0, or 2 for an unknown area.""",
+)
+
+BENCH = HelpText(
+    short="measure both runners' host time (bench --help tells its options)",
+    long="Measure the host time of both runners, interleaved in one run.",
+    epilog="exit codes: 0 within the budget, 1 over it, 2 bad input.",
+)
+
+CHECK_SURFACE = HelpText(
+    short="list what the installed vLLM touches on a runner and we do not know",
+    long="""\
+Read the installed vLLM's source for every name that it touches on a model runner, and list those
+that this project has not decided about: the to-do list for a new vLLM. Nothing is run.""",
+    epilog="""\
+example:
+  mrv2-diff check-surface
+
+exit codes: 0 nothing is unknown, 1 something is, 2 vLLM is not installed.""",
+)

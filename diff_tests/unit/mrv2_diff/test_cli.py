@@ -1,0 +1,470 @@
+"""The command line: exit codes, last lines, and what happens to records when things go wrong."""
+
+import re
+import resource
+import shlex
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from io import StringIO
+from pathlib import Path
+
+import pytest
+
+from mrv2.errors import UnsupportedByRunner
+from mrv2_diff import help_texts
+from mrv2_diff import record as records_file
+from mrv2_diff.case import Case, EngineSpec
+from mrv2_diff.cli import main
+from mrv2_diff.harness import Harness, OnStep, Selection, installed_harness
+from mrv2_diff.models import ModelSpec, make_model
+from mrv2_diff.progress import BarProgress, LineProgress
+from mrv2_diff.record import Record
+from mrv2_diff.verdict import Verdict
+
+MakeRecord = Callable[..., Record]
+Capture = pytest.CaptureFixture[str]
+
+
+def _case(case_id: str, area: str) -> Case:
+    return Case(
+        id=case_id,
+        area=area,
+        feature=f"feature of {case_id}",
+        title=f"what {case_id} is about",
+        engine=EngineSpec(model=ModelSpec()),
+        workload=tuple,
+    )
+
+
+CATALOG = {
+    case.id: case
+    for case in (_case("greedy", "sampling"), _case("seeded", "sampling"), _case("churn", "rows"))
+}
+
+
+@dataclass
+class FakeHarness:
+    """Gives a record for each case; raises what it is told to at the case it is told."""
+
+    make_record: MakeRecord
+    verdicts: dict[str, Verdict] = field(default_factory=dict)
+    fails_at: dict[str, BaseException] = field(default_factory=dict)
+    padding: int = 0
+    ran: list[str] = field(default_factory=list)
+    selections: list[Selection] = field(default_factory=list)
+    benched: list[Sequence[str]] = field(default_factory=list)
+    unknown: dict[str, list[str]] = field(default_factory=dict)
+
+    def run(self, selection: Selection, on_step: OnStep) -> Iterator[Record]:
+        self.selections.append(selection)
+        for case in selection.cases:
+            on_step(case.id, 0)
+            if case.id in self.fails_at:
+                raise self.fails_at[case.id]
+            self.ran.append(case.id)
+            yield self.make_record(
+                id=case.id,
+                area=case.area,
+                pair=selection.pair,
+                verdict=self.verdicts.get(case.id, Verdict.MATCH),
+                summary="what happened" + "." * self.padding,
+            )
+
+    def bench(self, arguments: Sequence[str]) -> int:
+        self.benched.append(arguments)
+        return 1
+
+    def harness(self) -> Harness:
+        return Harness(
+            cases=lambda: CATALOG, run=self.run, bench=self.bench, surface=lambda: self.unknown
+        )
+
+    def __call__(self, *arguments: object) -> int:
+        return main([str(argument) for argument in arguments], harness=self.harness())
+
+
+@pytest.fixture
+def fake(make_record: MakeRecord) -> FakeHarness:
+    return FakeHarness(make_record)
+
+
+def _last_line(text: str) -> str:
+    return text.rstrip("\n").splitlines()[-1]
+
+
+def _ids(folder: Path, name: str = "records.jsonl") -> list[str]:
+    return [record.id for record in records_file.read(folder / name)]
+
+
+@contextmanager
+def _largest_file(size: int) -> Iterator[None]:
+    """Let no file grow beyond `size` bytes, as a full disk would."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+# ---------------------------------------------------------------- run
+
+
+def test_a_run_writes_a_record_a_case_and_ends_with_the_parity_line(
+    fake: FakeHarness, tmp_path: Path, capsys: Capture
+) -> None:
+    assert fake("run", "--out", tmp_path) == 0
+    assert _ids(tmp_path) == list(CATALOG)
+    out = capsys.readouterr().out
+    assert _last_line(out) == "parity: 3 cases, 3 match"
+    assert "[2/3] match       seeded: 128,000 values compared, 0.0 s" in out
+    assert fake.selections[0].pair == ("v1", "mrv2")
+    assert fake.selections[0].model is None
+
+
+@pytest.mark.parametrize("verdict", list(Verdict))
+def test_the_exit_code_is_0_only_where_nothing_failed(
+    fake: FakeHarness, tmp_path: Path, verdict: Verdict, capsys: Capture
+) -> None:
+    fake.verdicts["seeded"] = verdict
+    passes = verdict in (Verdict.MATCH, Verdict.NEAR_TIE, Verdict.KNOWN_DIFFERENCE)
+    assert fake("run", "--out", tmp_path) == (0 if passes else 1)
+    assert ("what happened" in capsys.readouterr().out) == (not passes)
+
+
+@pytest.mark.parametrize(
+    ("options", "ran"),
+    [
+        (["--area", "sampling"], ["greedy", "seeded"]),
+        (["--case", "churn"], ["churn"]),
+        (["--area", "rows", "--case", "greedy"], ["greedy", "churn"]),
+    ],
+)
+def test_areas_and_cases_select(
+    fake: FakeHarness, tmp_path: Path, options: list[str], ran: list[str]
+) -> None:
+    assert fake("run", "--out", tmp_path, *options) == 0
+    assert fake.ran == ran
+
+
+def test_a_case_without_a_record_fails_the_run(
+    fake: FakeHarness, tmp_path: Path, capsys: Capture
+) -> None:
+    lazy = Harness(
+        cases=lambda: CATALOG,
+        run=lambda selection, on_step: iter(()),
+        bench=fake.bench,
+        surface=dict,
+    )
+    assert main(["run", "--out", str(tmp_path)], harness=lazy) == 1
+    captured = capsys.readouterr()
+    assert "3 of 3 cases gave no record" in captured.err
+    assert _last_line(captured.out) == "parity: 0 cases, 0 match"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--case", "gredy"], "no case is called 'gredy'; choose from: greedy, seeded, churn"),
+        (["--area", "row"], "no area is called 'row'; choose from: rows, sampling"),
+        (["--pair", "v1,v3"], "no pair is called 'v1,v3'; choose v1,mrv2 or v1,v1"),
+        (["--model", "nowhere"], "model folder nowhere does not exist or is a file; name a folder"),
+    ],
+)
+def test_bad_input_is_one_message_and_nothing_runs(
+    fake: FakeHarness, tmp_path: Path, options: list[str], message: str, capsys: Capture
+) -> None:
+    assert fake("run", "--out", tmp_path / "out", *options) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"mrv2-diff run: {message}")
+    assert error.count("\n") == 1
+    assert fake.selections == []
+
+
+def test_an_unknown_option_exits_2(fake: FakeHarness, capsys: Capture) -> None:
+    with pytest.raises(SystemExit) as caught:
+        fake("run", "--cases", "greedy")
+    assert caught.value.code == 2
+    assert "unrecognized arguments: --cases" in capsys.readouterr().err
+
+
+def test_a_configuration_that_a_runner_refuses_exits_2(
+    fake: FakeHarness, tmp_path: Path, capsys: Capture
+) -> None:
+    fake.fails_at["greedy"] = UnsupportedByRunner(["lora: leave --enable-lora out"])
+    assert fake("run", "--out", tmp_path) == 2
+    assert "leave --enable-lora out" in capsys.readouterr().err
+
+
+def test_a_folder_that_cannot_be_written_is_named_before_anything_runs(
+    fake: FakeHarness, tmp_path: Path, capsys: Capture
+) -> None:
+    (tmp_path / "file").touch()
+    assert fake("run", "--out", tmp_path / "file" / "out") == 2
+    error = capsys.readouterr().err
+    assert f"cannot write to the report folder {tmp_path / 'file' / 'out'}" in error
+    assert "Not a directory; make room or mend its permissions" in error
+    assert fake.selections == []
+
+
+def test_a_full_disk_is_told_before_anything_runs(
+    fake: FakeHarness, tmp_path: Path, capsys: Capture
+) -> None:
+    with _largest_file(1000):
+        assert fake("run", "--out", tmp_path) == 2
+    assert "File too large; make room" in capsys.readouterr().err
+    assert fake.selections == []
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_disk_that_fills_during_the_run_keeps_the_whole_records(
+    fake: FakeHarness, tmp_path: Path, capsys: Capture
+) -> None:
+    fake.padding = 60_000
+    with _largest_file(100_000):
+        assert fake("run", "--out", tmp_path) == 2
+    assert "cannot write to the report folder" in capsys.readouterr().err
+    assert _ids(tmp_path) == ["greedy"]
+    assert (tmp_path / "records.jsonl").read_bytes().endswith(b"}\n")
+    assert fake("run", "--out", tmp_path, "--resume") == 0
+    assert _ids(tmp_path) == list(CATALOG)
+
+
+def test_an_interrupted_run_says_how_to_go_on_and_does(
+    fake: FakeHarness, tmp_path: Path, capsys: Capture
+) -> None:
+    fake.fails_at["seeded"] = KeyboardInterrupt()
+    assert fake("run", "--out", tmp_path) == 130
+    error = capsys.readouterr().err
+    assert "1 of 3 cases have whole records" in error
+    assert "--resume" in error
+    fake.fails_at.clear()
+    fake.ran.clear()
+    assert fake("run", "--out", tmp_path, "--resume") == 0
+    assert fake.ran == ["seeded", "churn"]
+    assert _ids(tmp_path) == list(CATALOG)
+    out = capsys.readouterr().out
+    assert "resuming: 1 of 3 cases have records" in out
+    assert _last_line(out) == "parity: 3 cases, 3 match"
+
+
+def test_resume_cuts_off_a_torn_record(fake: FakeHarness, tmp_path: Path) -> None:
+    assert fake("run", "--out", tmp_path, "--case", "greedy") == 0
+    path = tmp_path / "records.jsonl"
+    path.write_bytes(path.read_bytes() + b'{"id": "seeded", "ar')
+    assert fake("run", "--out", tmp_path, "--resume") == 0
+    assert _ids(tmp_path) == list(CATALOG)
+
+
+def test_resume_counts_an_earlier_failure(fake: FakeHarness, tmp_path: Path) -> None:
+    fake.verdicts["greedy"] = Verdict.WRONG_VALUE
+    assert fake("run", "--out", tmp_path, "--case", "greedy") == 1
+    assert fake("run", "--out", tmp_path, "--resume") == 1
+    assert fake.ran == ["greedy", "seeded", "churn"]
+
+
+def test_resume_takes_only_records_of_the_same_pair_and_model(
+    fake: FakeHarness, tmp_path: Path
+) -> None:
+    out, model = tmp_path / "out", tmp_path / "model"
+    make_model(model, ModelSpec())
+    options = ("--out", out, "--case", "greedy", "--resume")
+    assert fake("run", *options) == 0
+    assert fake("run", *options, "--pair", "v1,v1") == 0
+    assert fake("run", *options, "--model", model) == 0
+    assert fake.ran == ["greedy"] * 3
+    make_model(model, ModelSpec(layers=3))
+    assert fake("run", *options, "--model", model) == 0
+    assert fake.ran == ["greedy"] * 4
+    assert fake("run", *options, "--model", model) == 0
+    assert fake.ran == ["greedy"] * 4
+    labels = [record.environment["model"] for record in records_file.read(out / "records.jsonl")]
+    assert len(set(labels)) == 3
+    assert str(tmp_path) not in " ".join(labels)
+
+
+def test_resume_refuses_what_is_no_record(
+    fake: FakeHarness, tmp_path: Path, capsys: Capture
+) -> None:
+    (tmp_path / "records.jsonl").write_text("not a record\n{}\n")
+    assert fake("run", "--out", tmp_path, "--resume") == 2
+    assert "run without --resume to begin anew" in capsys.readouterr().err
+
+
+def test_the_former_records_are_kept_until_and_after_a_new_one_is_written(
+    fake: FakeHarness, tmp_path: Path
+) -> None:
+    assert fake("run", "--out", tmp_path, "--case", "churn") == 0
+    fake.fails_at["greedy"] = KeyboardInterrupt()
+    assert fake("run", "--out", tmp_path) == 130
+    assert _ids(tmp_path) == ["churn"]
+    fake.fails_at.clear()
+    assert fake("run", "--out", tmp_path, "--case", "seeded") == 0
+    assert _ids(tmp_path) == ["seeded"]
+    assert _ids(tmp_path, "records.previous.jsonl") == ["churn"]
+
+
+# ---------------------------------------------------------------- report
+
+
+def test_a_report_is_written_beside_its_records(
+    fake: FakeHarness, tmp_path: Path, capsys: Capture
+) -> None:
+    fake("run", "--out", tmp_path)
+    assert fake("report", tmp_path) == 0
+    assert _last_line(capsys.readouterr().out) == "parity: 3 cases, 3 match"
+    assert {"index.html", "PARITY.md", "summary.json"} < {p.name for p in tmp_path.iterdir()}
+
+
+def test_records_of_several_files_make_one_report(
+    fake: FakeHarness, tmp_path: Path, capsys: Capture
+) -> None:
+    fake.verdicts["churn"] = Verdict.CRASHED
+    fake("run", "--out", tmp_path / "a", "--area", "sampling")
+    fake("run", "--out", tmp_path / "b", "--area", "rows")
+    files = [option for name in "ab" for option in ("--records", tmp_path / name / "records.jsonl")]
+    assert fake("report", *files, "--out", tmp_path / "both") == 1
+    assert _last_line(capsys.readouterr().out) == "parity: 3 cases, 2 match, 1 crashed"
+    assert (tmp_path / "both" / "index.html").is_file()
+
+
+def test_a_report_of_nothing_is_refused(fake: FakeHarness, tmp_path: Path, capsys: Capture) -> None:
+    assert fake("report", tmp_path) == 2
+    assert "No such file or directory; make some: mrv2-diff run" in capsys.readouterr().err
+    (tmp_path / "records.jsonl").touch()
+    assert fake("report", tmp_path) == 2
+    assert "holds no records; make some" in capsys.readouterr().err
+    (tmp_path / "records.jsonl").write_text("not a record\n{}\n")
+    assert fake("report", tmp_path) == 2
+    assert "records.jsonl:1 is not a record of format 1" in capsys.readouterr().err
+
+
+def test_a_report_into_a_folder_that_cannot_be_written_is_refused(
+    fake: FakeHarness, tmp_path: Path, capsys: Capture
+) -> None:
+    fake("run", "--out", tmp_path)
+    capsys.readouterr()
+    assert fake("report", tmp_path, "--out", tmp_path / "records.jsonl" / "out") == 2
+    assert "Not a directory; make room" in capsys.readouterr().err
+    with _largest_file(1000):
+        assert fake("report", tmp_path) == 2
+    assert "File too large; make room" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["records.jsonl"]
+
+
+def test_the_committed_page_is_written(fake: FakeHarness, tmp_path: Path) -> None:
+    kept = tmp_path / "parity" / "0.32.0"
+    fake("run", "--out", kept)
+    (kept / "records.jsonl").rename(kept / "cpu.jsonl")
+    assert fake("report", "--committed", tmp_path) == 0
+    assert "## vLLM 0.32.0, cpu" in (tmp_path / "PARITY.md").read_text()
+
+
+# ---------------------------------------------------------------- the others
+
+
+def test_make_model_makes_one_that_run_takes(
+    fake: FakeHarness, tmp_path: Path, capsys: Capture
+) -> None:
+    options = ("--seed", 3, "--layers", 2, "--sliding-window", 8, "--sliding-layers", "alternate")
+    assert fake("make-model", tmp_path / "model", *options) == 0
+    assert fake("run", "--model", tmp_path / "model", "--out", tmp_path / "out") == 0
+    assert fake.selections[0].model == tmp_path / "model"
+    assert fake("make-model", tmp_path / "out") == 2
+    assert "name a new or empty folder" in capsys.readouterr().err
+    assert fake("make-model", tmp_path / "other", "--layers", 0) == 2
+    assert "layers is 0; choose a whole number from 1 to 64" in capsys.readouterr().err
+    with _largest_file(1000):
+        assert fake("make-model", tmp_path / "third") == 2
+    assert not (tmp_path / "third").exists()
+
+
+def test_cases_lists_the_catalog(fake: FakeHarness, capsys: Capture) -> None:
+    assert fake("cases") == 0
+    assert capsys.readouterr().out.splitlines() == [
+        "sampling",
+        "  greedy  what greedy is about",
+        "  seeded  what seeded is about",
+        "rows",
+        "  churn   what churn is about",
+    ]
+    assert fake("cases", "--area", "rows") == 0
+    assert "greedy" not in capsys.readouterr().out
+    assert fake("cases", "--area", "raws") == 2
+
+
+def test_check_surface_lists_what_is_unknown(fake: FakeHarness, capsys: Capture) -> None:
+    assert fake("check-surface") == 0
+    fake.unknown = {"new_name": ["v1/worker/gpu_worker.py:7 (call)"]}
+    assert fake("check-surface") == 1
+    assert "new_name\n  v1/worker/gpu_worker.py:7 (call)" in capsys.readouterr().out
+
+
+def test_bench_hands_its_arguments_on(fake: FakeHarness) -> None:
+    assert fake("bench", "--steps", 3, "--help") == 1
+    assert fake.benched == [["--steps", "3", "--help"]]
+
+
+# ---------------------------------------------------------------- help and progress
+
+
+@pytest.mark.parametrize("command", ["run", "report", "make-model", "cases", "check-surface"])
+def test_help_teaches(fake: FakeHarness, command: str, capsys: Capture) -> None:
+    with pytest.raises(SystemExit) as caught:
+        fake(command, "--help")
+    assert caught.value.code == 0
+    text = capsys.readouterr().out
+    assert f"mrv2-diff {command}" in text
+    assert "exit codes" in text
+    assert "example" in text
+    assert max(len(line) for line in text.splitlines()) <= 100
+
+
+def test_the_examples_name_cases_and_areas_that_exist() -> None:
+    catalog = installed_harness().cases()
+    areas = {case.area for case in catalog.values()}
+    text = help_texts.RUN.epilog + help_texts.CASES.epilog
+    assert set(re.findall(r"--case (\S+)", text)) <= set(catalog)
+    assert set(re.findall(r"--area (\S+)", text)) <= areas
+
+
+def test_help_imports_neither_torch_nor_vllm() -> None:
+    code = (
+        "import sys; from mrv2_diff.cli import main\n"
+        "try: main(['run', '--help'])\n"
+        "except SystemExit: pass\n"
+        "sys.exit(bool({'torch', 'vllm', 'transformers', 'jinja2', 'rich'} & set(sys.modules)))"
+    )
+    path = ":".join(entry for entry in sys.path if entry)
+    done = subprocess.run(
+        [sys.executable, "-c", code], env={"PYTHONPATH": path}, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_rerun_command_is_one_that_the_command_line_takes(
+    fake: FakeHarness, tmp_path: Path, make_record: MakeRecord
+) -> None:
+    program, *arguments = shlex.split(
+        make_record(command="mrv2-diff run --case greedy --pair v1,mrv2").command
+    )
+    assert program == "mrv2-diff"
+    assert fake(*arguments, "--out", tmp_path) == 0
+
+
+def test_the_bar_prints_the_same_lines(make_record: MakeRecord) -> None:
+    plain, terminal = StringIO(), StringIO()
+    records = [make_record(), make_record(id="[bold]", verdict=Verdict.CRASHED)]
+    for progress in (LineProgress(plain, 2), BarProgress(terminal, 2)):
+        with progress:
+            progress.step("sampling-greedy", 3)
+            for record in records:
+                progress.finished(record)
+    lines = re.sub(r", [\d.]+ s", "", plain.getvalue()).splitlines()
+    shown = re.sub(r", [\d.]+ s", "", terminal.getvalue())
+    assert len(lines) == 2
+    assert "[2/2] crashed     [bold]: " in lines[1]
+    assert all(line in shown for line in lines)
