@@ -1,6 +1,7 @@
 """Tiny checkpoints: deterministic, spread like a trained model's, and refusing what is foreign."""
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,15 @@ PROMPTS = (
 PROMPT_TOKENS = 8
 ALTERNATING = ModelSpec(layers=4, sliding_window=16, sliding_layers="alternate")
 NEW_TOKENS = 64
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    """Let torch use one thread: these models are too small to share out among several."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 def _files(directory: Path) -> dict[str, bytes]:
