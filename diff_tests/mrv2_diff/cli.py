@@ -7,7 +7,7 @@ import argparse
 import dataclasses
 import difflib
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 from mrv2_diff import help_texts
@@ -156,13 +156,21 @@ def _run(arguments: argparse.Namespace, harness: Harness) -> int:
     try:
         _execute(left, harness, lambda record: _keep(record, label, folder, records))
     except KeyboardInterrupt:
-        print(
-            f"\ninterrupted: {len(records)} of {len(wanted)} cases have whole records in "
-            f"{folder.path}; go on with the same command and --resume",
-            file=sys.stderr,
-        )
+        print(f"\ninterrupted: {_how_to_go_on(records, wanted, folder)}", file=sys.stderr)
         return EXIT_INTERRUPTED
     return _conclude(records, expected=len(wanted))
+
+
+def _how_to_go_on(
+    records: Sequence[Record], wanted: Mapping[str, Case], folder: RecordsFolder
+) -> str:
+    """Return what an interrupted run leaves; a run without records must not resume a former's."""
+    if not records:
+        return "no record was written; run the same command again"
+    return (
+        f"{len(records)} of {len(wanted)} cases have whole records in {folder.path}; "
+        f"go on with the same command and --resume"
+    )
 
 
 def _execute(selection: Selection, harness: Harness, keep: Callable[[Record], None]) -> None:

@@ -295,11 +295,12 @@ def test_resume_refuses_what_is_no_record(
 
 
 def test_the_former_records_are_kept_until_and_after_a_new_one_is_written(
-    fake: FakeHarness, tmp_path: Path
+    fake: FakeHarness, tmp_path: Path, capsys: Capture
 ) -> None:
     assert fake("run", "--out", tmp_path, "--case", "churn") == 0
     fake.fails_at["greedy"] = KeyboardInterrupt()
     assert fake("run", "--out", tmp_path) == 130
+    assert "no record was written; run the same command again" in capsys.readouterr().err
     assert _ids(tmp_path) == ["churn"]
     fake.fails_at.clear()
     assert fake("run", "--out", tmp_path, "--case", "seeded") == 0
