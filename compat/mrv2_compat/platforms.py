@@ -141,8 +141,11 @@ def settle(vllm_config: Any, asked_worker: str, kind: str) -> None:
             f"its V2 runner ({sel.FLAG_VAR}={os.environ.get(sel.FLAG_VAR)!r}): drop the feature "
             f"that only its V2 runner has, or unset {sel.RUNNER_VAR}"
         )
+    # vLLM checks a finished configuration again in the engine's process: say it once.
+    is_news = asked_worker == AUTO_WORKER or os.environ.get(sel.DECISION_VAR) != decision.runner
     os.environ[sel.DECISION_VAR] = decision.runner
-    _say(decision, selection, vllm_config.parallel_config.worker_cls)
+    if is_news:
+        _say(decision, selection, vllm_config.parallel_config.worker_cls)
 
 
 def _decide(
@@ -226,11 +229,17 @@ def _say(decision: sel.Decision, selection: sel.Selection, worker: str) -> None:
 def refuse_request(engine_input: Any, params: Any) -> None:
     """Refuse a request that asks our runner for something it does not support.
 
+    The error is vLLM's own: its server answers 400 with the text to no other, and 500 to a plain
+    ValueError.
+
     Raises:
-        UnsupportedByRunner: With every reason; vLLM's server answers 400 with its text.
+        VLLMValidationError: With every reason.
     """
     if os.environ.get(sel.DECISION_VAR) != sel.MRV2:
         return
     reasons = refusals.request_refusals(params, engine_input)
     if reasons:
-        raise UnsupportedByRunner([str(reason) for reason in reasons])
+        from vllm.exceptions import VLLMValidationError
+
+        refusal = UnsupportedByRunner([str(reason) for reason in reasons])
+        raise VLLMValidationError(str(refusal)) from refusal

@@ -280,7 +280,7 @@ REQUEST_RULES: tuple[Rule, ...] = (
     _neutral("presence_penalty", 0.0),
     _neutral("frequency_penalty", 0.0),
     _neutral("repetition_penalty", 1.0),
-    _neutral("min_tokens", 0),
+    Rule("min_tokens", "a least number of tokens", _is_off, _ASK_LESS),
     Rule("prompt_logprobs", "logprobs of the prompt", _is_none, _ASK_LESS),
     Rule("prompt_logprob_token_ids", "logprobs of given prompt tokens", _is_none, _ASK_LESS),
     Rule("prompt_logprob_start", "logprobs of the prompt", _is_none, _ASK_LESS),

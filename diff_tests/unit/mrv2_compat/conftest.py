@@ -69,6 +69,8 @@ def outcome(case):
 
 for case in json.load(sys.stdin):
     print("OUTCOME " + json.dumps([case["name"], outcome(case)]), flush=True)
+if "vllm.v1.worker.cpu_worker" in sys.modules:
+    print("A WORKER WAS IMPORTED")
 """
 
 
@@ -163,5 +165,22 @@ def split_plugin(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (info / "entry_points.txt").write_text(
         "[vllm.general_plugins]\nmrv2_general = mrv2_compat.plugin:register\n"
         "[vllm.platform_plugins]\nmrv2_platform = mrv2_compat.plugin:platform\n"
+    )
+    return folder
+
+
+@pytest.fixture(scope="session")
+def added_choice(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a path entry with a distribution that adds `probe` to the values of MRV2_RUNNER."""
+    folder = tmp_path_factory.mktemp("added")
+    info = folder / "probe-0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: probe\nVersion: 0\n")
+    (info / "entry_points.txt").write_text("[mrv2.runner_choices]\nprobe = probe:Choice\n")
+    (folder / "probe.py").write_text(
+        "class Choice:\n"
+        "    @staticmethod\n"
+        "    def worker_class(platform):\n"
+        "        return f'probe.{platform}.Worker'\n"
     )
     return folder

@@ -86,7 +86,8 @@ def test_every_unsupported_parameter_of_a_request_is_listed(outcomes: Any) -> No
     assert "--generation-config vllm" in error
     assert "- min_p (min_p=0.1)" in error
     assert "- logprobs of the prompt (prompt_logprobs=1)" in error
-    assert "ValueError" in outcomes.by_case["refused-request"]["types"]
+    # vLLM's server answers 400 to errors of this kind only.
+    assert "VLLMClientError" in outcomes.by_case["refused-request"]["types"]
 
 
 def test_inputs_other_than_tokens_are_refused(outcomes: Any) -> None:

@@ -40,6 +40,10 @@ def test_one_line_says_which_runner_runs_and_why(outcomes: Any) -> None:
     assert "because MRV2_RUNNER=mrv2" in lines[0]
 
 
+def test_no_worker_is_imported_where_configurations_are_built(outcomes: Any) -> None:
+    assert "A WORKER WAS IMPORTED" not in outcomes.log
+
+
 def test_unknown_value_stops_the_process_and_lists_the_values(outcomes: Any) -> None:
     assert "MRV2_RUNNER='mrv3' is not a runner" in outcomes.error("unknown")
     assert "v1, mrv2, auto" in outcomes.error("unknown")
@@ -104,3 +108,17 @@ def test_hiding_one_entry_point_is_an_error_of_the_other(
     assert "MRV2_RUNNER='mrv2' cannot act" in error
     assert hidden in error
     assert "unset it" in error
+
+
+def test_another_distribution_adds_a_runner(
+    run_cases: Any, make_case: Callable[..., dict[str, Any]], added_choice: Path
+) -> None:
+    cases = [
+        make_case("probe", engine={"enable_prompt_embeds": True}, request={"top_k": 5}),
+        make_case("unknown", register=True, environ={"MRV2_RUNNER": "prob"}),
+    ]
+    outcomes = run_cases(cases, {"MRV2_RUNNER": "probe", "PYTHONPATH": str(added_choice)})
+    expected = {"worker": "probe.cpu.Worker", "uses_v2": False, "flag": "0"}
+    assert outcomes.by_case["probe"] == expected
+    assert "v1, mrv2, auto, probe" in outcomes.error("unknown")
+    assert "runner: probe; worker probe.cpu.Worker" in outcomes.log
