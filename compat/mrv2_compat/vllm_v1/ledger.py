@@ -4,6 +4,7 @@ A resumed request comes back without its prompt split and without its sampling p
 preempted, so this is the one place that remembers it, from its first arrival until it finishes.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from mrv2 import ProtocolError, Sampling
@@ -46,6 +47,10 @@ class RequestLedger:
             raise ProtocolError(
                 f"vLLM schedules {req_id!r}, which it never announced or has finished"
             ) from None
+
+    def known(self) -> Iterable[tuple[str, KnownRequest]]:
+        """Return every request that was announced and has not finished, with its id."""
+        return self._known.items()
 
     def __contains__(self, req_id: object) -> bool:
         return req_id in self._known

@@ -1,0 +1,68 @@
+"""What is run, as data: a case, the engine that it needs, and the requests that arrive at it."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from mrv2_diff.models.spec import ModelSpec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineSpec:
+    """The part of vLLM's configuration that a case chooses. Cases with equal specs share an engine."""
+
+    model: ModelSpec
+    max_model_len: int = 256
+    max_num_seqs: int = 16
+    max_num_batched_tokens: int = 256
+    num_blocks: int = 160
+    """KV blocks; few of them force preemptions. One is vLLM's null block."""
+    block_size: int = 32
+    """Tokens in a block. vLLM's CPU attention takes multiples of 32."""
+    prefix_caching: bool = False
+    dtype: str = "float32"
+    """Of weights and KV cache. The tightest floor shows the most; vLLM's own choice would be bfloat16."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Add:
+    """A request that arrives before a step."""
+
+    step: int
+    req_id: str
+    prompt: tuple[int, ...]
+    """Token ids; taken modulo the vocabulary of the model that is run."""
+    max_tokens: int
+    temperature: float = 0.0
+    seed: int | None = None
+    logprobs: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Abort:
+    """A request that is given up before a step."""
+
+    step: int
+    req_id: str
+
+
+Event = Add | Abort
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """One thing that is compared."""
+
+    id: str
+    area: str
+    feature: str
+    title: str
+    engine: EngineSpec
+    workload: Callable[[], tuple[Event, ...]]
+    """Makes the events, sorted by step; the same at every call."""
+    expects: frozenset[str] = frozenset()
+    """Kinds of lifecycle events that must happen, such as `preemptions`; a run without them proves nothing."""
+
+    @property
+    def deterministic(self) -> bool:
+        """Whether every request is greedy, so that runners may be compared without forcing tokens."""
+        return all(event.temperature == 0.0 for event in self.workload() if isinstance(event, Add))

@@ -1,0 +1,12 @@
+"""Every case, by id. One module for each area."""
+
+from mrv2_diff.case import Case
+from mrv2_diff.catalog import attention, lifecycle, logprobs, sampling
+
+_ALL = (*lifecycle.CASES, *sampling.CASES, *logprobs.CASES, *attention.CASES)
+
+CASES: dict[str, Case] = {case.id: case for case in _ALL}
+"""Cases in the order in which a full run takes them."""
+
+if len(CASES) != len(_ALL):
+    raise ValueError(f"two cases share an id: {sorted(case.id for case in _ALL)}")

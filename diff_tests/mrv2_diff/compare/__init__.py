@@ -1,0 +1,1 @@
+"""Judging two observations of one step against each other."""

@@ -1,0 +1,149 @@
+"""Compare one step of two runners, value by value along the chain.
+
+Rows are aligned by request, because a runner may order its batch as it likes. Where a request draws at random, two runners choose
+different tokens and both are right; then the candidate's logprobs and rank are held against the reference's *logits* at the token that
+the candidate chose.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from deepdiff import DeepDiff
+
+from mrv2_diff.compare.tally import FloatArray, Place, Tally
+from mrv2_diff.observation import Ints, Observation, token_index
+
+Ledger = Mapping[str, Mapping[str, object]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Expectations:
+    """What a case says about its requests."""
+
+    greedy: frozenset[str]
+    """Requests whose tokens must be equal."""
+    num_logprobs: Mapping[str, int | None]
+    """Logprobs that each request asked for; -1 for the whole vocabulary."""
+
+
+def compare_step(
+    tally: Tally, place: Place, expected: Expectations, reference: Observation, candidate: Observation
+) -> None:
+    """Add one step to a tally."""
+    if sorted(reference.req_ids) != sorted(candidate.req_ids):
+        tally.structure("output", place, 1, [f"requests {candidate.req_ids} in place of {reference.req_ids}"])
+        return
+    _compare_inputs(tally, place, reference, candidate)
+    if sorted(reference.draw_ids) != sorted(candidate.draw_ids):
+        tally.structure("output", place, 1, [f"draws of {candidate.draw_ids} in place of {reference.draw_ids}"])
+        return
+    rows = np.array([candidate.draw_ids.index(req_id) for req_id in reference.draw_ids], dtype=np.int64)
+    if len(rows):
+        _compare_draws(tally, place, expected, reference, candidate, rows)
+
+
+def compare_ledgers(tally: Tally, place: Place, reference: Ledger, candidate: Ledger) -> None:
+    """Compare what two runners remember of their requests."""
+    compared = sum(len(facts) for facts in reference.values())
+    tally.structure("ledger", place, compared, [] if reference == candidate else _differences(reference, candidate))
+
+
+def _compare_inputs(tally: Tally, place: Place, reference: Observation, candidate: Observation) -> None:
+    order = reference.req_ids
+    index = token_index(candidate, order)
+    owners = np.repeat(order, reference.query_lens).tolist()
+    tally.exact("input_ids", place, owners, reference.input_ids, candidate.input_ids[index])
+    tally.exact("positions", place, owners, reference.positions, candidate.positions[index])
+    requests = np.array([candidate.req_ids.index(req_id) for req_id in order])
+    tally.exact("seq_lens", place, order, reference.seq_lens, candidate.seq_lens[requests])
+    theirs = np.stack([slots[index] for slots in candidate.slots], axis=1)
+    tally.exact("slots", place, owners, np.stack(reference.slots, axis=1), theirs)
+
+
+def _compare_draws(
+    tally: Tally, place: Place, expected: Expectations, reference: Observation, candidate: Observation, rows: Ints
+) -> None:
+    owners = reference.draw_ids
+    logits = reference.logits.numpy().astype(np.float64)
+    scale = _scale(logits)
+    tally.close("logits", place, owners, logits, candidate.logits.numpy()[rows].astype(np.float64), scale)
+    processed = reference.processed_logits.numpy().astype(np.float64)
+    theirs = candidate.processed_logits.numpy()[rows].astype(np.float64)
+    tally.close("processed_logits", place, owners, processed, theirs, _scale(processed))
+    greedy = np.array([index for index, owner in enumerate(owners) if owner in expected.greedy], dtype=np.int64)
+    tokens = candidate.tokens[rows]
+    tally.exact("tokens", place, [owners[index] for index in greedy], reference.tokens[greedy], tokens[greedy])
+    _compare_logprobs(tally, place, expected, reference, candidate, rows)
+    shape = _shape(expected, reference), _shape(expected, candidate)
+    tally.structure("output", place, 2 * len(owners), [] if shape[0] == shape[1] else _differences(*shape))
+
+
+def _compare_logprobs(
+    tally: Tally, place: Place, expected: Expectations, reference: Observation, candidate: Observation, rows: Ints
+) -> None:
+    ours, theirs = reference.logprobs, candidate.logprobs
+    if ours is None or theirs is None:
+        return
+    normalised = torch.log_softmax(reference.logits, dim=-1).numpy()
+    vocab_size = normalised.shape[1]
+    for row, owner in enumerate(reference.draw_ids):
+        wanted = expected.num_logprobs.get(owner)
+        if wanted is None:
+            continue
+        count = vocab_size if wanted == -1 else wanted
+        token = int(candidate.tokens[rows[row]])
+        same_token = token == int(reference.tokens[row])
+        drawn = ours.values[row, 0] if same_token else normalised[row, token]
+        rank = ours.ranks[row] if same_token else np.sum(normalised[row] >= normalised[row, token])
+        expected_values = np.concatenate(([drawn], ours.values[row, 1 : 1 + count]))
+        values = theirs.values[rows[row], : 1 + count]
+        scale = _scale(reference.logits[row : row + 1].numpy().astype(np.float64))
+        tally.close("logprobs", place, [owner], _row(expected_values), _row(values), scale)
+        ids = theirs.token_ids[rows[row], : 1 + count]
+        # The token ids beside the values: each must carry, in the reference, the logprob that it is listed with.
+        at_ids = np.concatenate(([drawn], normalised[row, ids[1:]]))
+        tally.close("logprobs", place, [owner], _row(at_ids), _row(values), scale)
+        if same_token:
+            tally.exact("ranks", place, [owner], ours.ranks[row : row + 1], theirs.ranks[rows[row] : rows[row] + 1])
+        else:
+            tally.exact("ranks", place, [owner], np.array([rank]), theirs.ranks[rows[row] : rows[row] + 1])
+
+
+def _shape(expected: Expectations, observation: Observation) -> dict[str, object]:
+    """Return what a step's output consists of, without its values."""
+    logprobs = observation.logprobs
+    shape: dict[str, object] = {}
+    for row, owner in enumerate(observation.draw_ids):
+        wanted = expected.num_logprobs.get(owner)
+        distinct = None
+        if logprobs is not None and wanted is not None:
+            count = logprobs.token_ids.shape[1] - 1 if wanted == -1 else wanted
+            distinct = len(set(logprobs.token_ids[row, 1 : 1 + count].tolist()))
+        shape[owner] = {"tokens": 1, "logprobs": distinct}
+    return shape
+
+
+def _scale(logits: FloatArray) -> FloatArray:
+    """Return the size of each row's largest finite logit, [num_rows]; at least 1, below which spacings mean little."""
+    finite = np.where(np.isfinite(logits), np.abs(logits), 0.0)
+    scale: FloatArray = np.maximum(finite.max(axis=1), 1.0)
+    return scale
+
+
+def _row(values: Any) -> FloatArray:
+    row: FloatArray = np.asarray(values, dtype=np.float64)[None, :]
+    return row
+
+
+def _differences(reference: object, candidate: object) -> list[str]:
+    difference = DeepDiff(reference, candidate, verbose_level=2)
+    return [f"{kind}: {detail}" for kind, details in difference.items() for detail in _details(details)]
+
+
+def _details(details: Any) -> list[str]:
+    if isinstance(details, Mapping):
+        return [f"{path} = {change}" for path, change in details.items()]
+    return [str(detail) for detail in details]

@@ -1,0 +1,199 @@
+"""Running totals of how two runners agree, one for each kind of value, and the first place where they do not.
+
+Integers must be equal. Floats are judged in *spacings*: the distance between neighbouring float32 numbers at the size of the largest
+logit of the row. That is the unit in which rounding happens, so one bound holds for rows of any size. A value that is NaN on one side
+only is as wrong as can be.
+"""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from mrv2_diff.record import Agreement
+from mrv2_diff.verdict import Divergence
+
+CHAIN = (
+    "input_ids",
+    "positions",
+    "seq_lens",
+    "slots",
+    "logits",
+    "processed_logits",
+    "tokens",
+    "logprobs",
+    "ranks",
+    "output",
+    "ledger",
+)
+"""The compared values, in the order in which a step makes them."""
+
+Array = npt.NDArray[np.generic]
+FloatArray = npt.NDArray[np.float64]
+
+
+@dataclass(slots=True)
+class Total:
+    """One kind of value over all steps."""
+
+    policy: str
+    compared: int = 0
+    differing: int = 0
+    max_abs_diff: float = 0.0
+    required: float = 0.0
+    """Smallest bound, in the policy's unit, under which nothing would differ."""
+
+    def agreement(self) -> Agreement:
+        """Return the totals as a record keeps them."""
+        return Agreement(
+            compared=self.compared,
+            differing=self.differing,
+            max_abs_diff=self.max_abs_diff,
+            required_tolerance=self.required,
+            policy=self.policy,
+        )
+
+
+@dataclass(slots=True)
+class Place:
+    """Where in a run a comparison stands."""
+
+    mode: str
+    step: int
+
+
+@dataclass(slots=True)
+class Tally:
+    """Totals by kind of value, and the first divergence.
+
+    Args:
+        bounds: Largest difference allowed, in spacings, for the float values. None measures and allows anything.
+    """
+
+    bounds: dict[str, float] | None
+    totals: dict[str, Total] = field(default_factory=dict)
+    first: Divergence | None = None
+
+    def exact(self, value: str, place: Place, owners: list[str], reference: Array, candidate: Array) -> None:
+        """Compare integers.
+
+        Args:
+            value: Kind of value.
+            place: Mode and step.
+            owners: Request of each row.
+            reference: [num_rows, ...].
+            candidate: Same shape; another shape differs as a whole.
+        """
+        total = self.totals.setdefault(value, Total("exact"))
+        if reference.shape != candidate.shape:
+            self._shape(total, value, place, reference, candidate)
+            return
+        total.compared += reference.size
+        if np.array_equal(reference, candidate):
+            return
+        wrong = reference != candidate
+        difference = np.abs(reference.astype(np.float64) - candidate.astype(np.float64))
+        total.max_abs_diff = max(total.max_abs_diff, float(difference.max()))
+        total.required = max(total.required, total.max_abs_diff)
+        total.differing += int(wrong.sum())
+        self._diverge(value, place, owners, wrong, reference, candidate, "exact")
+
+    def close(
+        self, value: str, place: Place, owners: list[str], reference: FloatArray, candidate: FloatArray, scale: FloatArray
+    ) -> None:
+        """Compare floats in spacings.
+
+        Args:
+            value: Kind of value.
+            place: Mode and step.
+            owners: Request of each row.
+            reference: [num_rows, num_columns].
+            candidate: Same shape.
+            scale: [num_rows]. Size of each row's largest logit, at which a spacing is measured.
+        """
+        bound = self._bound(value)
+        policy = "measured only" if bound is None else f"at most {bound:g} spacings of float32 at the row's largest logit"
+        total = self.totals.setdefault(value, Total(policy))
+        if reference.shape != candidate.shape:
+            self._shape(total, value, place, reference, candidate)
+            return
+        total.compared += reference.size
+        if np.array_equal(reference, candidate):
+            return
+        difference = _difference(reference, candidate)
+        spacings = difference / np.spacing(scale.astype(np.float32)).astype(np.float64)[:, None]
+        total.max_abs_diff = max(total.max_abs_diff, float(difference.max()))
+        total.required = max(total.required, float(spacings.max()))
+        if bound is None:
+            return
+        wrong = spacings > bound
+        total.differing += int(wrong.sum())
+        if wrong.any():
+            self._diverge(value, place, owners, wrong, reference, candidate, policy)
+
+    def structure(self, value: str, place: Place, compared: int, differences: list[str]) -> None:
+        """Count a comparison of structured values and the differences that it found."""
+        total = self.totals.setdefault(value, Total("equal structure"))
+        total.compared += compared
+        total.differing += len(differences)
+        if differences and self.first is None:
+            self.first = Divergence(
+                mode=place.mode,
+                step=place.step,
+                value=value,
+                req_id="",
+                index=0,
+                reference="",
+                candidate=differences[0],
+                policy="equal structure",
+            )
+
+    def _bound(self, value: str) -> float | None:
+        return None if self.bounds is None else self.bounds[value]
+
+    def _shape(self, total: Total, value: str, place: Place, reference: Array, candidate: Array) -> None:
+        total.compared += reference.size
+        total.differing += max(reference.size, candidate.size, 1)
+        if self.first is None:
+            self.first = Divergence(
+                mode=place.mode,
+                step=place.step,
+                value=value,
+                req_id="",
+                index=0,
+                reference=f"shape {reference.shape}",
+                candidate=f"shape {candidate.shape}",
+                policy="same shape",
+            )
+
+    def _diverge(
+        self,
+        value: str,
+        place: Place,
+        owners: list[str],
+        wrong: npt.NDArray[np.bool_],
+        reference: Array,
+        candidate: Array,
+        policy: str,
+    ) -> None:
+        if self.first is not None:
+            return
+        index = tuple(int(axis[0]) for axis in np.nonzero(wrong))
+        self.first = Divergence(
+            mode=place.mode,
+            step=place.step,
+            value=value,
+            req_id=owners[index[0]],
+            index=index[0] - owners.index(owners[index[0]]) if len(index) == 1 else index[-1],
+            reference=str(reference[index]),
+            candidate=str(candidate[index]),
+            policy=policy,
+        )
+
+
+def _difference(reference: FloatArray, candidate: FloatArray) -> FloatArray:
+    """Return absolute differences; equal infinities and a NaN on both sides differ by 0, a NaN on one by infinity."""
+    with np.errstate(invalid="ignore"):
+        difference = np.abs(reference.astype(np.float64) - candidate.astype(np.float64))
+    same = (reference == candidate) | (np.isnan(reference) & np.isnan(candidate))
+    return np.where(same, 0.0, np.where(np.isnan(difference), np.inf, difference))

@@ -1,0 +1,130 @@
+"""One vLLM engine in this process, driven event by event, with a lockstep worker inside."""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+ENVIRONMENT = {
+    "VLLM_USE_V2_MODEL_RUNNER": "0",  # V1-mode scheduling, which both runners speak
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the worker lives in this process, where the harness can look at it
+    "VLLM_DISABLE_REQUEST_ID_RANDOMIZATION": "1",  # so that a case can name its requests, and use a name again
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "TORCH_COMPILE_DISABLE": "1",  # V1 compiles one small function of its sampler for 20 s at its first logprob
+    "VLLM_NO_USAGE_STATS": "1",
+    "HF_HUB_OFFLINE": "1",
+}
+"""Set before vLLM is imported, where the user did not set it."""
+
+os.environ.pop("MRV2_RUNNER", None)  # the lockstep worker holds both runners; nothing else may choose one
+for _name, _value in ENVIRONMENT.items():
+    os.environ.setdefault(_name, _value)
+
+from mrv2_diff.case import Abort, Add, EngineSpec, Event  # noqa: E402 - vLLM reads the environment when it is imported
+from mrv2_diff.lockstep.worker import LockstepWorker, Pass  # noqa: E402
+from vllm import LLM, SamplingParams  # noqa: E402
+from vllm.distributed import cleanup_dist_env_and_memory  # noqa: E402
+
+_MAX_IDLE_STEPS = 3
+"""Steps that may pass without a scheduled token while requests wait; more means that the workload does not fit."""
+
+
+class LockstepEngine:
+    """An engine for one EngineSpec.
+
+    Args:
+        spec: The engine's sizes.
+        model: Folder of the checkpoint.
+    """
+
+    def __init__(self, spec: EngineSpec, model: Path) -> None:
+        self._llm: Any = LLM(
+            model=str(model),
+            skip_tokenizer_init=True,
+            enforce_eager=True,
+            seed=0,
+            dtype=spec.dtype,
+            max_model_len=spec.max_model_len,
+            max_num_seqs=spec.max_num_seqs,
+            max_num_batched_tokens=spec.max_num_batched_tokens,
+            block_size=spec.block_size,
+            num_gpu_blocks_override=spec.num_blocks,
+            enable_prefix_caching=spec.prefix_caching,
+            worker_cls=f"{LockstepWorker.__module__}.{LockstepWorker.__qualname__}",
+        )
+        self._engine: Any = self._llm.llm_engine
+        self._core: Any = self._engine.engine_core.engine_core
+        self.worker: LockstepWorker = self._engine.model_executor.driver_worker.worker
+        self.vocab_size: int = self._engine.vllm_config.model_config.get_vocab_size()
+
+    def run(self, events: tuple[Event, ...], settings: Pass) -> None:
+        """Run a workload to its end under a pass's settings.
+
+        Raises:
+            RuntimeError: Requests wait and nothing can be scheduled.
+        """
+        self._engine.reset_prefix_cache()
+        self.worker.begin(settings)
+        try:
+            self._drive(events)
+        except BaseException:
+            self._drain()
+            raise
+
+    def _drive(self, events: tuple[Event, ...]) -> None:
+        waiting, step, idle = list(events), 0, 0
+        while waiting or self._core.scheduler.has_requests():
+            while waiting and waiting[0].step <= step:
+                self._apply(waiting.pop(0))
+            _, executed = self._core.step_fn()
+            idle = 0 if executed or not self._core.scheduler.has_unfinished_requests() else idle + 1
+            if idle > _MAX_IDLE_STEPS:
+                raise RuntimeError("requests wait and nothing can be scheduled; give the case's engine more blocks")
+            step += 1
+
+    def _apply(self, event: Event) -> None:
+        if isinstance(event, Abort):
+            self._core.abort_requests([event.req_id])
+            return
+        self._core.add_request(*self._core.preprocess_add_request(self._request(event)))
+
+    def _request(self, event: Add) -> Any:
+        params = SamplingParams(
+            max_tokens=event.max_tokens,
+            temperature=event.temperature,
+            seed=event.seed,
+            logprobs=event.logprobs,
+            ignore_eos=True,
+            detokenize=False,
+        )
+        prompt = {"prompt_token_ids": [token % self.vocab_size for token in event.prompt]}
+        return self._engine.input_processor.process_inputs(event.req_id, prompt, params, ("generate",))
+
+    def _drain(self) -> None:
+        """Give up every request after a failure, so that the next pass starts from an empty engine."""
+        runner = self.worker.reference.runner
+        runner.execute_model_state = None
+        self.worker.end()
+        scheduler = self._core.scheduler
+        self._core.abort_requests(list(scheduler.requests))
+        for _ in range(_MAX_IDLE_STEPS):
+            if scheduler.has_requests():
+                self._core.step_fn()
+
+    def close(self) -> None:
+        """Shut the engine down and free what it held in this process."""
+        self._engine.engine_core.shutdown()
+        del self._llm, self._engine, self._core, self.worker
+        cleanup_dist_env_and_memory()
+
+
+@contextmanager
+def engine(spec: EngineSpec, model: Path) -> Iterator[LockstepEngine]:
+    """Start an engine and close it at the end."""
+    started = LockstepEngine(spec, model)
+    try:
+        yield started
+    finally:
+        started.close()

@@ -1,0 +1,331 @@
+"""A runner under observation: V1's or ours, driven step by step, each value copied out.
+
+Nothing is patched. V1's values are read from its buffers; its processed logits come from a forward pre-hook on its sampling module, and
+teacher forcing replaces its sampler by one that wraps it, in a runner that this harness built itself. Ours reports through its trace.
+"""
+
+import gc
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from mrv2.batch.inputs import InputBatch
+from mrv2.sampling.sampler import SamplerOutput
+from mrv2.trace import Probe
+from mrv2_compat.vllm_v1.runner import VllmRunner
+from mrv2_diff.observation import Ints, Observation, ObservedLogprobs
+from vllm.config import VllmConfig
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.worker.cpu_model_runner import CPUModelRunner
+
+POISON = 977.0
+"""Far from any key or value, and finite: attention multiplies what it masks by 0, and 0 times NaN would be NaN in both runners."""
+
+Forced = Mapping[str, int]
+"""Token to commit for each request that draws one."""
+
+
+class Subject(Protocol):
+    """A runner that can be driven and looked at."""
+
+    runner: Any
+
+    def observe(self, on: bool) -> None:
+        """Start or stop copying values out. Off costs nothing, for passes that measure."""
+
+    def execute(self, step: SchedulerOutput) -> ModelRunnerOutput | None:
+        """Run a step up to its logits or, without tokens, to its end."""
+
+    def sample(self, forced: Forced | None) -> ModelRunnerOutput:
+        """Finish the step, committing `forced` tokens where given."""
+
+    def observation(self) -> Observation:
+        """Return what the last step did."""
+
+    def ledger(self) -> dict[str, dict[str, object]]:
+        """Return what the runner knows of each request, in the form that both runners share."""
+
+    def reset(self) -> None:
+        """Forget every request, and overwrite the KV cache with `POISON`, so that nothing stale can pass for right."""
+
+    def kv_tensors(self) -> list[Tensor]:
+        """Return the KV cache of each layer."""
+
+
+class V1Subject:
+    """vLLM's V1 runner.
+
+    Args:
+        runner: Built by the worker or by `build`.
+    """
+
+    def __init__(self, runner: CPUModelRunner) -> None:
+        self.runner: Any = runner
+        self._observing = False
+        self._forcing = _ForcingSampler(runner.sampler)
+        self._processed: Tensor | None = None
+        self._raw: Tensor | None = None
+        self._output: ModelRunnerOutput | None = None
+        runner.sampler.topk_topp_sampler.register_forward_pre_hook(self._keep_processed)
+        runner.sampler = self._forcing
+
+    @classmethod
+    def build(cls, vllm_config: VllmConfig) -> "V1Subject":
+        """Build a runner of its own."""
+        return cls(CPUModelRunner(vllm_config, torch.device("cpu")))
+
+    def observe(self, on: bool) -> None:
+        """Start or stop copying logits."""
+        self._observing = on
+
+    def execute(self, step: SchedulerOutput) -> ModelRunnerOutput | None:
+        """Run a step up to its logits."""
+        self._processed = None
+        output: ModelRunnerOutput | None = self.runner.execute_model(step)
+        if output is None and self._observing:
+            self._raw = self.runner.execute_model_state.logits.float().clone()
+        return output
+
+    def sample(self, forced: Forced | None) -> ModelRunnerOutput:
+        """Finish the step."""
+        self._forcing.force(forced, self.runner.input_batch.req_ids)
+        output: ModelRunnerOutput = self.runner.sample_tokens(None)
+        self._output = output
+        return output
+
+    def observation(self) -> Observation:
+        """Return what the last step did, in V1's order."""
+        runner, output, raw = self.runner, self._output, self._raw
+        assert output is not None
+        assert raw is not None
+        num_reqs = len(output.req_ids)
+        query_start_loc = runner.query_start_loc.np[: num_reqs + 1].astype(np.int64)
+        num_tokens = int(query_start_loc[-1])
+        drawn = [index for index, tokens in enumerate(output.sampled_token_ids) if tokens]
+        processed = raw if self._processed is None else self._processed
+        own = self._forcing.own_choice
+        assert own is not None
+        return Observation(
+            req_ids=list(output.req_ids),
+            query_lens=np.diff(query_start_loc),
+            input_ids=_ints(runner.input_ids.gpu[:num_tokens]),
+            positions=_ints(runner.positions[:num_tokens]),
+            seq_lens=_ints(runner.seq_lens[:num_reqs]),
+            slots=tuple(
+                _ints(table.slot_mapping.gpu[:num_tokens]) for table in runner.input_batch.block_table.block_tables
+            ),
+            draw_ids=[output.req_ids[index] for index in drawn],
+            logits=raw[drawn],
+            processed_logits=processed[drawn],
+            tokens=_ints(own)[drawn],
+            logprobs=_v1_logprobs(output, drawn),
+        )
+
+    def ledger(self) -> dict[str, dict[str, object]]:
+        """Return V1's own records of its requests."""
+        return {
+            req_id: {
+                "prompt_len": request.num_prompt_tokens,
+                "temperature": request.sampling_params.temperature,
+                "num_logprobs": request.sampling_params.logprobs,
+            }
+            for req_id, request in self.runner.requests.items()
+        }
+
+    def reset(self) -> None:
+        """Poison the KV cache. V1 forgets a request when the scheduler names it as finished, which every run waits for."""
+        if self.runner.requests:
+            raise RuntimeError(f"V1 still holds {sorted(self.runner.requests)}; drain the engine first")
+        poison(self.kv_tensors())
+
+    def kv_tensors(self) -> list[Tensor]:
+        """Return the KV cache of each layer."""
+        return list(self.runner.kv_caches)
+
+    def _keep_processed(self, _module: nn.Module, args: tuple[Any, ...]) -> None:
+        if self._observing:
+            self._processed = args[0].clone()
+
+
+class Mrv2Subject:
+    """Our runner.
+
+    Args:
+        vllm_config: A private copy of the engine's config.
+    """
+
+    def __init__(self, vllm_config: VllmConfig) -> None:
+        self._trace = _StepCopies()
+        self.runner: Any = VllmRunner(vllm_config, torch.device("cpu"), self._trace)
+        self._output: ModelRunnerOutput | None = None
+
+    def observe(self, on: bool) -> None:
+        """Start or stop copying values."""
+        self._trace.observing = on
+
+    def execute(self, step: SchedulerOutput) -> ModelRunnerOutput | None:
+        """Run a step up to its hidden states."""
+        output: ModelRunnerOutput | None = self.runner.execute_model(step)
+        return output
+
+    def sample(self, forced: Forced | None) -> ModelRunnerOutput:
+        """Finish the step."""
+        tokens = None if forced is None else [forced[req_id] for req_id in self._trace.draw_ids]
+        output: ModelRunnerOutput = self.runner.sample_tokens(None, tokens)
+        self._output = output
+        return output
+
+    def observation(self) -> Observation:
+        """Return what the last step did, in our order."""
+        assert self._output is not None
+        return self._trace.observation(self._output)
+
+    def ledger(self) -> dict[str, dict[str, object]]:
+        """Return what the request ledger remembers."""
+        return {
+            req_id: {
+                "prompt_len": known.prompt_len,
+                "temperature": known.sampling.temperature,
+                "num_logprobs": known.sampling.num_logprobs,
+            }
+            for req_id, known in self.runner.ledger.known()
+        }
+
+    def reset(self) -> None:
+        """Start over with empty rows and a poisoned KV cache."""
+        self.runner.reset()
+        poison(self.kv_tensors())
+
+    def kv_tensors(self) -> list[Tensor]:
+        """Return the KV cache of each layer."""
+        return list(self.runner.kv_caches)
+
+
+SUBJECTS = {"v1": V1Subject.build, "mrv2": Mrv2Subject}
+"""What can be a candidate, by the name of a pair."""
+
+
+def load(subject: Subject, vllm_config: VllmConfig, weights_of: nn.Module) -> None:
+    """Load a candidate's model and let it share the storage of another's weights."""
+    subject.runner.load_model()
+    theirs = dict(weights_of.named_parameters())
+    for name, parameter in subject.runner.get_model().named_parameters():
+        parameter.data = theirs[name].data
+    gc.collect()
+
+
+def initialize(subject: Subject, kv_cache_config: KVCacheConfig) -> None:
+    """Allocate a candidate's own KV cache."""
+    subject.runner.initialize_kv_cache(kv_cache_config)
+    if kv_cache_config.needs_kv_cache_zeroing:
+        subject.runner._init_kv_zero_meta()
+
+
+def poison(tensors: list[Tensor]) -> None:
+    """Fill KV caches with `POISON`: a block that is read before it was written shows at once."""
+    for tensor in tensors:
+        tensor.fill_(POISON)
+
+
+class _ForcingSampler(nn.Module):
+    """V1's sampler, with the tokens that it returns replaced when asked; keeps its own choice."""
+
+    def __init__(self, sampler: nn.Module) -> None:
+        super().__init__()
+        self.sampler = sampler
+        self.own_choice: Tensor | None = None
+        self._forced: Forced | None = None
+        self._req_ids: list[str] = []
+
+    def force(self, forced: Forced | None, req_ids: list[str]) -> None:
+        """Set the tokens of the next step, by request, and the order of the batch."""
+        self._forced, self._req_ids = forced, list(req_ids)
+
+    def forward(self, logits: Tensor, sampling_metadata: Any) -> Any:
+        """Sample, keep the choice, and return the forced tokens in its place."""
+        output = self.sampler(logits=logits, sampling_metadata=sampling_metadata)
+        self.own_choice = output.sampled_token_ids[:, 0].clone()
+        if self._forced is not None:
+            for index, req_id in enumerate(self._req_ids):
+                if req_id in self._forced:
+                    output.sampled_token_ids[index, 0] = self._forced[req_id]
+        return output
+
+
+class _StepCopies:
+    """A StepTrace that copies the values of one step."""
+
+    def __init__(self) -> None:
+        self.observing = False
+        self.draw_ids: list[str] = []
+        self._values: dict[str, Any] = {}
+
+    def record(self, probe: Probe, value: object) -> None:
+        """Copy what an observation needs."""
+        if probe == "layout":
+            self._values = {"layout": value}
+            self.draw_ids = _draw_ids(value)
+        elif not self.observing:
+            return
+        elif isinstance(value, InputBatch):
+            num_reqs = value.layout.num_reqs
+            self._values |= {
+                "input_ids": _ints(value.input_ids),
+                "positions": _ints(value.positions),
+                "seq_lens": _ints(value.seq_lens[:num_reqs]),
+                "slots": tuple(_ints(slots) for slots in value.slots),
+            }
+        elif probe in ("logits", "processed_logits") and isinstance(value, Tensor):
+            self._values[probe] = value.float().clone()
+        elif isinstance(value, SamplerOutput):
+            self._values["tokens"] = _ints(value.token_ids)
+
+    def observation(self, output: ModelRunnerOutput) -> Observation:
+        """Return the copies as an observation."""
+        values, layout = self._values, self._values["layout"]
+        return Observation(
+            req_ids=list(layout.req_ids),
+            query_lens=layout.query_lens.astype(np.int64),
+            input_ids=values["input_ids"],
+            positions=values["positions"],
+            seq_lens=values["seq_lens"],
+            slots=values["slots"],
+            draw_ids=self.draw_ids,
+            logits=values["logits"],
+            processed_logits=values["processed_logits"],
+            tokens=values["tokens"],
+            logprobs=_mrv2_logprobs(output),
+        )
+
+
+def _draw_ids(layout: Any) -> list[str]:
+    counts = np.diff(layout.cu_num_logits).tolist()
+    return [req_id for req_id, count in zip(layout.req_ids, counts, strict=True) for _ in range(count)]
+
+
+def _ints(tensor: Tensor) -> Ints:
+    return tensor.cpu().numpy().astype(np.int64, copy=True)
+
+
+def _v1_logprobs(output: ModelRunnerOutput, drawn: list[int]) -> ObservedLogprobs | None:
+    if output.logprobs is None:
+        return None
+    token_ids, values, ranks, cu = output.logprobs
+    rows = drawn if cu is None else [cu[index] for index in drawn]
+    return ObservedLogprobs(
+        token_ids=np.asarray(token_ids)[rows].astype(np.int64),
+        values=np.asarray(values)[rows].astype(np.float32),
+        ranks=np.asarray(ranks)[rows].astype(np.int64),
+    )
+
+
+def _mrv2_logprobs(output: ModelRunnerOutput) -> ObservedLogprobs | None:
+    if output.logprobs is None:
+        return None
+    token_ids, values, ranks, _ = output.logprobs
+    return ObservedLogprobs(token_ids=token_ids.copy(), values=values.copy(), ranks=ranks.copy())

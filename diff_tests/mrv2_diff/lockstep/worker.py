@@ -1,0 +1,205 @@
+"""A CPU worker whose V1 runner drives the engine while a candidate runs the same steps beside it.
+
+The candidate has its own deep copy of the config (so its layers register apart), its own KV cache, and the reference's weights. It is
+given a deep copy of every SchedulerOutput, in the form that the pass's schedule makes of it. The engine never sees its output.
+"""
+
+import copy
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+
+from mrv2_diff.lockstep.schedules import SCHEDULES
+from mrv2_diff.lockstep.subjects import SUBJECTS, Subject, V1Subject, initialize, load
+from mrv2_diff.observation import Observation, merge
+from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
+from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.worker.cpu_worker import CPUWorker
+
+_COPIED_FROM_CACHE_CONFIG = (
+    "num_gpu_blocks",
+    "block_size",
+    "kv_cache_layout",
+    "hash_block_size",
+    "cache_hit_alignment_tokens",
+)
+"""Fields that the engine settles after a worker was built, which a candidate's copy of the config lacks."""
+
+
+@dataclass(slots=True)
+class StepReport:
+    """One step of both runners."""
+
+    number: int
+    scheduler_output: SchedulerOutput
+    reference: Observation | None
+    candidate: Observation | None
+    ledgers: tuple[dict[str, dict[str, object]], dict[str, dict[str, object]]] | None
+    seconds: dict[str, list[float]] = field(default_factory=dict)
+    """By `reference` and `candidate`: time in execute, then in sample, for each part of the step."""
+
+
+Wrap = Callable[[str, Callable[[], Any]], Any]
+"""`wrap(side, call)` runs one runner's part of a step; a pass that measures memory puts its instruments around it."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Pass:
+    """How the engine's next steps are run."""
+
+    candidate: str
+    forced: bool
+    """Commit the reference's tokens in the candidate."""
+    schedule: str = "same"
+    observe: bool = True
+    alternate: bool = False
+    """Let the candidate go first in every other step, for fair timing; only without forcing."""
+    wrap: Wrap | None = None
+    listener: Callable[[StepReport], None]
+
+
+class LockstepWorker(CPUWorker):
+    """vLLM's CPU worker with a candidate beside its V1 runner."""
+
+    def init_device(self) -> None:
+        """Build the reference; keep a copy of the config from before any model was built."""
+        self._pristine = copy.deepcopy(self.vllm_config)
+        super().init_device()
+        self._reference = V1Subject(self.model_runner)
+        self._candidates: dict[str, Subject] = {}
+        self._kv_cache_config: KVCacheConfig | None = None
+        self._pass: Pass | None = None
+        self._steps: list[SchedulerOutput] = []
+        self._number = 0
+        self._report: StepReport | None = None
+
+    def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
+        """Keep the KV cache config for candidates."""
+        self._kv_cache_config = copy.deepcopy(kv_cache_config)
+        super().initialize_from_config(kv_cache_config)
+
+    def begin(self, settings: Pass) -> None:
+        """Start a pass: both runners empty, their KV caches poisoned."""
+        candidate = self.candidate(settings.candidate)
+        self._reference.reset()
+        candidate.reset()
+        for subject in (self._reference, candidate):
+            subject.observe(settings.observe)
+        self._pass, self._number = settings, 0
+
+    def end(self) -> None:
+        """Leave the pass: the reference runs alone, and what a failed step left behind is dropped."""
+        self._pass = self._report = None
+        self._steps = []
+
+    def candidate(self, name: str) -> Subject:
+        """Return a candidate, building it at its first use."""
+        if name not in self._candidates:
+            self._candidates[name] = self._build(name)
+        return self._candidates[name]
+
+    @property
+    def reference(self) -> V1Subject:
+        """The runner that drives the engine."""
+        return self._reference
+
+    @torch.inference_mode()
+    def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput | None:
+        """Run the step's first half in both runners."""
+        if self._pass is None:
+            return self._reference.execute(scheduler_output)
+        settings = self._pass
+        self._steps = SCHEDULES[settings.schedule](copy.deepcopy(scheduler_output))
+        self._report = StepReport(self._number, scheduler_output, None, None, None)
+        self._number += 1
+        if settings.alternate and self._number % 2:
+            self._run_candidate(None)
+        output: ModelRunnerOutput | None = self._timed("reference", lambda: self._reference.execute(scheduler_output))
+        if output is not None:
+            self._finish_empty()
+        return output
+
+    @torch.inference_mode()
+    def sample_tokens(self, grammar_output: GrammarOutput | None) -> ModelRunnerOutput:
+        """Run the step's second half in the reference, then what remains of it in the candidate."""
+        settings, report = self._pass, self._report
+        if settings is None or report is None:
+            return self._reference.sample(None)
+        output: ModelRunnerOutput = self._timed("reference", lambda: self._reference.sample(None))
+        if settings.observe:
+            report.reference = self._reference.observation()
+        if self._steps:
+            drawn = zip(output.req_ids, output.sampled_token_ids, strict=True)
+            forced = {req_id: tokens[0] for req_id, tokens in drawn if tokens} if settings.forced else None
+            self._run_candidate(forced)
+        self._tell()
+        return output
+
+    def _build(self, name: str) -> Subject:
+        assert self._kv_cache_config is not None
+        config = self._candidate_config()
+        with set_current_vllm_config(config):
+            subject = SUBJECTS[name](config)
+            load(subject, config, self._reference.runner.get_model())
+            subject.runner.get_kv_cache_spec()
+            initialize(subject, copy.deepcopy(self._kv_cache_config))
+        return subject
+
+    def _candidate_config(self) -> VllmConfig:
+        config = copy.deepcopy(self._pristine)
+        for name in _COPIED_FROM_CACHE_CONFIG:
+            if hasattr(self.vllm_config.cache_config, name):
+                setattr(config.cache_config, name, getattr(self.vllm_config.cache_config, name))
+        return config
+
+    def _finish_empty(self) -> None:
+        assert self._pass is not None
+        candidate = self.candidate(self._pass.candidate)
+        for step in self._steps:
+            candidate.execute(step)
+        self._steps = []
+        self._tell()
+
+    def _run_candidate(self, forced: dict[str, int] | None) -> None:
+        """Run the candidate's whole step. V1 draws from the process's generator, which it must find as the reference did."""
+        settings, report = self._pass, self._report
+        assert settings is not None
+        assert report is not None
+        candidate = self.candidate(settings.candidate)
+        state = torch.random.get_rng_state()
+        parts = []
+        for step in self._steps:
+            output = self._timed("candidate", partial(candidate.execute, step))
+            if output is not None:
+                continue
+            self._timed("candidate", lambda: candidate.sample(forced))
+            if settings.observe:
+                parts.append(candidate.observation())
+        self._steps = []
+        torch.random.set_rng_state(state)
+        if parts:
+            report.candidate = merge(parts)
+
+    def _tell(self) -> None:
+        settings, report = self._pass, self._report
+        assert settings is not None
+        assert report is not None
+        if settings.observe:
+            report.ledgers = (self._reference.ledger(), self.candidate(settings.candidate).ledger())
+        self._report = None
+        settings.listener(report)
+
+    def _timed(self, side: str, call: Callable[[], Any]) -> Any:
+        settings, report = self._pass, self._report
+        assert settings is not None
+        assert report is not None
+        started = time.perf_counter()
+        result = call() if settings.wrap is None else settings.wrap(side, call)
+        report.seconds.setdefault(side, []).append(time.perf_counter() - started)
+        return result
