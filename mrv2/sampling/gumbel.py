@@ -18,8 +18,11 @@ from mrv2.ops.launch import Launch
 from mrv2.ops.twin import TwinOp
 from mrv2.sampling.rng import device_key, device_words, reference_key, reference_words
 
-BLOCK = 2048
-"""Tokens that a program of `draw` takes at a time. The result does not depend on it."""
+BLOCK = 8192
+"""Tokens that a program of `draw` takes at a time. The result does not depend on it. The fastest of
+2048 to 16384 with 4 to 32 warps, for 1, 64 and 256 rows of 151,936 on an H200, 2026-11-29: 84 us
+for 64 random rows, 26 us for 64 greedy ones."""
+_NUM_WARPS = 32
 _HIGH = tl.constexpr(2.0**-32)
 _LOW = tl.constexpr(2.0**-64)
 _LEAST = tl.constexpr(2.0**-65)
@@ -82,13 +85,9 @@ def _noise_kernel(
 
 
 def _noise_launch(noise: Tensor, words: Tensor) -> Launch:
-    num_words = noise.numel()
-    return Launch(
-        _noise_kernel,
-        (triton.cdiv(num_words, BLOCK),),
-        (noise, words, num_words),
-        {"BLOCK": BLOCK},
-    )
+    num_words, block = noise.numel(), 1024
+    grid = (triton.cdiv(num_words, block),)
+    return Launch(_noise_kernel, grid, (noise, words, num_words), {"BLOCK": block})
 
 
 def _noise_reference(noise: Tensor, words: Tensor) -> None:
@@ -169,7 +168,7 @@ def _draw_launch(
         seed,
         vocab_size,
     )
-    return Launch(_draw_kernel, (num_logits,), args, {"BLOCK": BLOCK})
+    return Launch(_draw_kernel, (num_logits,), args, {"BLOCK": BLOCK}, num_warps=_NUM_WARPS)
 
 
 def _draw_reference(

@@ -21,8 +21,10 @@ from torch import Tensor
 from mrv2.ops.launch import Launch
 from mrv2.ops.twin import TwinOp
 
-BLOCK = 2048
-"""Tokens that a program takes at a time."""
+BLOCK = 8192
+"""Tokens that a program takes at a time. The fastest of 2048 to 16384 with 4 to 32 warps, for 1, 64
+and 256 rows of 151,936 on an H200, 2026-11-29: 32 us for the normalizers of 64 rows."""
+_NUM_WARPS = 32
 _CHUNK_ELEMENTS = 1 << 18
 """Elements in a temporary of a reference, which takes rows in chunks of about this size."""
 
@@ -75,6 +77,7 @@ def _normalizers_launch(peak: Tensor, log_sum: Tensor, logits: Tensor) -> Launch
         (num_logits,),
         (peak, log_sum, logits, logits.stride(0), vocab_size),
         {"BLOCK": BLOCK},
+        num_warps=_NUM_WARPS,
     )
 
 
@@ -132,7 +135,7 @@ def _ranks_launch(
 ) -> Launch:
     num_logits, vocab_size = logits.shape
     args = (ranks, logits, logits.stride(0), token_ids, peak, log_sum, vocab_size)
-    return Launch(_ranks_kernel, (num_logits,), args, {"BLOCK": BLOCK})
+    return Launch(_ranks_kernel, (num_logits,), args, {"BLOCK": BLOCK}, num_warps=_NUM_WARPS)
 
 
 def _ranks_reference(

@@ -7,6 +7,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from mrv2.sampling import gumbel, logprobs, rng
+from mrv2.sampling.temperature import BLOCK as TEMPERATURE_BLOCK
 from mrv2_diff.samples.sample import (
     Bound,
     OpSamples,
@@ -18,7 +20,11 @@ from mrv2_diff.samples.sample import (
     strided,
 )
 
-_BLOCK = 2048
+_BLOCK = gumbel.BLOCK
+_VOCAB_SIZES = sorted(
+    {*sizes_around(_BLOCK, 16_411), *sizes_around(logprobs.BLOCK, 16_411)}
+    | {*sizes_around(TEMPERATURE_BLOCK, 4999)}
+)
 _MAX_ROWS = 13
 _NAN, _INF = float("nan"), float("inf")
 
@@ -26,7 +32,7 @@ _NAN, _INF = float("nan"), float("inf")
 def _words(generator: torch.Generator) -> Iterator[Sample]:
     seeds = torch.tensor([0, -1, 2**63 - 1, -(2**63), 1 << 32, 20_241])
     positions = torch.tensor([0, 1, 2**31, 2**33 + 5, 7, 0])
-    for num_tokens in (*sizes_around(1024, 1579), 0):
+    for num_tokens in (*sizes_around(rng.BLOCK, 1579), 0):
         count = 1 if num_tokens == 1 else len(seeds)
         yield Sample(
             name=f"{num_tokens} tokens",
@@ -39,7 +45,7 @@ def _words(generator: torch.Generator) -> Iterator[Sample]:
 
 
 def _noise(generator: torch.Generator) -> Iterator[Sample]:
-    for count in (*sizes_around(_BLOCK, 4999), 0):
+    for count in (*sizes_around(1024, 1579), 0):
         words = integers(-(2**31), 2**31, (count, 2), torch.int32, generator)
         yield Sample(name=f"{count} random words", arguments=_noise_arguments(words))
     edges = [0, 1, 2, 255, 256, 2**24, 2**24 + 1, 2**31 - 1, -(2**31), -129, -128, -2, -1]
@@ -84,7 +90,7 @@ def _special_logits(vocab_size: int, generator: torch.Generator) -> Tensor:
 
 def _cases(generator: torch.Generator) -> Iterator[tuple[str, Tensor]]:
     """Logits of every size, and the special ones at two sizes."""
-    for vocab_size in sizes_around(_BLOCK, 4999):
+    for vocab_size in _VOCAB_SIZES:
         yield f"vocabulary of {vocab_size}", _logits(5, vocab_size, generator)
     yield "one logit", _logits(1, 37, generator)
     yield "no logits", _logits(0, 37, generator)
@@ -193,7 +199,10 @@ SAMPLES = {
         generate=_normalizers,
         bounds={
             "log_sum": Bound(
-                atol=2e-6, rtol=2e-7, reason="The two halves add the exponentials in other orders."
+                atol=5e-6,
+                rtol=0.0,
+                reason="torch adds a row in few lanes, so the reference's own error grows with the "
+                "row: 2.2e-6 at 16,411 tokens, where the kernel's is 2e-7.",
             )
         },
     ),

@@ -28,8 +28,10 @@ class Recorder:
         self.values[probe] = value
 
 
-def sampler_with(rows: dict[int, Sampling], trace: StepTrace | None = None) -> Sampler:
-    sampler = Sampler(9, VOCAB, Transfers(torch.device("cpu")), trace or NullTrace())
+def sampler_with(
+    rows: dict[int, Sampling], trace: StepTrace | None = None, device: str = "cpu"
+) -> Sampler:
+    sampler = Sampler(9, VOCAB, Transfers(torch.device(device)), trace or NullTrace())
     for row, sampling in rows.items():
         sampler.admit(row, arrival(sampling))
     sampler.flush()
@@ -169,3 +171,34 @@ def test_no_logits() -> None:
     output = sampler_with({0: Sampling(temperature=0.5, num_logprobs=3)})(some_logits(0), view([]))
     assert output.token_ids.shape == (0,)
     assert output.logprobs is None
+
+
+@pytest.mark.gpu
+def test_a_gpu_draws_what_a_cpu_draws_and_never_waits() -> None:
+    rows = {
+        0: Sampling(temperature=0.8, seed=5, num_logprobs=4),
+        3: Sampling(),
+        8: Sampling(temperature=1.5, seed=-6),
+    }
+    order = [8, 0, 3] * 20
+    logits = some_logits(60)
+    wanted = sampler_with(rows)(logits.clone(), view(order))
+    sampler, there = sampler_with(rows, device="cuda"), view(order)
+    on_gpu = LogitsView(
+        logit_rows=there.logit_rows.cuda(),
+        positions=there.positions.cuda(),
+        rows_np=there.rows_np,
+    )
+    gpu_logits = logits.cuda()
+    sampler(gpu_logits.clone(), on_gpu)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        output = sampler(gpu_logits, on_gpu)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert output.token_ids.tolist() == wanted.token_ids.tolist()
+    assert output.logprobs is not None
+    assert wanted.logprobs is not None
+    assert output.logprobs.token_ids.tolist() == wanted.logprobs.token_ids.tolist()
+    assert output.logprobs.ranks.tolist() == wanted.logprobs.ranks.tolist()
+    assert torch.allclose(output.logprobs.values.cpu(), wanted.logprobs.values, atol=1e-6)
