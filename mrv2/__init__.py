@@ -1,4 +1,7 @@
-"""A model runner with permanent state rows, after the Model Runner V2 design. It knows nothing of its host."""
+"""A model runner with permanent state rows, after the Model Runner V2 design.
+
+It knows nothing of its host.
+"""
 
 from mrv2.config import KVGroup, RunnerConfig
 from mrv2.errors import CapacityError, ConfigError, Mrv2Error, ProtocolError, UnsupportedByRunner

@@ -1,4 +1,4 @@
-"""What the runner is built for: sizes and device, resolved and checked before the first allocation."""
+"""What the runner is built for: sizes and device, checked before the first allocation."""
 
 from dataclasses import dataclass
 
@@ -45,8 +45,9 @@ class RunnerConfig:
                 raise ConfigError(
                     f"kv_groups[{index}] is {group}; block_size and max_blocks must be at least 1"
                 )
-            if group.block_size * group.max_blocks < self.max_model_len:
+            capacity = group.block_size * group.max_blocks
+            if capacity < self.max_model_len:
                 raise ConfigError(
-                    f"kv_groups[{index}] holds {group.block_size * group.max_blocks} tokens, fewer than "
+                    f"kv_groups[{index}] holds {capacity} tokens, fewer than "
                     f"max_model_len {self.max_model_len}; raise max_blocks"
                 )

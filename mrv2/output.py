@@ -1,6 +1,7 @@
-"""What a step gives back: copies under way with the event that makes them valid, then plain host values."""
+"""What a step gives back: copies under way with the event behind them, then host values."""
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -78,6 +79,4 @@ class PendingOutput:
 
 
 def _split(token_ids: list[int], cu_num_logits: list[int]) -> list[list[int]]:
-    return [
-        token_ids[first:end] for first, end in zip(cu_num_logits, cu_num_logits[1:], strict=False)
-    ]
+    return [token_ids[first:end] for first, end in pairwise(cu_num_logits)]

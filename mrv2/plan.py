@@ -1,8 +1,9 @@
 """What the host asks of one step.
 
-A `StepPlan` is the runner's only input: who left, who arrived, who goes on and with which new blocks, and how many tokens
-each scheduled request runs. It knows nothing of rows, devices or vLLM. Preemption is a departure and resumption an arrival, so
-there are only three lifecycle events. Checks that cost no more than they save stand here, at the boundary.
+A `StepPlan` is the runner's only input: who left, who arrived, who goes on and with which new
+blocks, and how many tokens each scheduled request runs. It knows nothing of rows, devices or vLLM.
+Preemption is a departure and resumption an arrival, so there are only three lifecycle events.
+Checks that cost no more than they save stand here, at the boundary.
 """
 
 from dataclasses import dataclass
@@ -26,7 +27,8 @@ class Sampling:
     seed: int = 0
     """64 bits. Noise is a pure function of (seed, position, token id)."""
     num_logprobs: int | None = None
-    """None returns no logprobs, 0 the sampled token's, n the n likeliest beside it, -1 all of the vocabulary."""
+    """None returns no logprobs, 0 the sampled token's, n the n likeliest beside it, -1 all of the
+    vocabulary."""
 
     def __post_init__(self) -> None:
         if not 0.0 <= self.temperature < float("inf"):

@@ -1,7 +1,7 @@
 """What the runner needs from its host: a model, and attention metadata for it.
 
-`mrv2_compat` implements these over vLLM; tests implement them with a model of a few lines. Every call queues work on the current
-stream and returns without waiting.
+`mrv2_compat` implements these over vLLM; tests implement them with a model of a few lines. Every
+call queues work on the current stream and returns without waiting.
 """
 
 from dataclasses import dataclass
@@ -39,7 +39,7 @@ class Model(Protocol):
     """The network, from token ids to logits."""
 
     def forward(self, inputs: ForwardInputs) -> Tensor:
-        """Return hidden states, [num_tokens, hidden_size], and write the KV of every token of the step."""
+        """Return hidden states, [num_tokens, hidden_size], and write the KV of every token."""
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
-        """Return logits, [num_logits, vocab_size], of the hidden states that are given, [num_logits, hidden_size]."""
+        """Return the logits, [num_logits, vocab_size], of hidden [num_logits, hidden_size]."""

@@ -1,8 +1,9 @@
 """One step, from a plan to an output, in the order in which it happens.
 
-`execute` and `sample` queue work on the current stream and return; only `PendingOutput.wait` blocks. Rows change on the host
-in `_update_rows` and nowhere else, and on the device in the staged writes that follow it and in `commit_step` at the end. The next step
-may be planned and queued before this one's output was waited for: nothing that it needs has to come back to the host first.
+`execute` and `sample` queue work on the current stream and return; only `PendingOutput.wait`
+blocks. Rows change on the host in `_update_rows` and nowhere else, and on the device in the staged
+writes that follow it and in `commit_step` at the end. The next step may be planned and queued
+before this one's output was waited for: nothing that it needs has to come back to the host first.
 """
 
 from collections.abc import Sequence
@@ -111,10 +112,12 @@ class Runner:
 
         Args:
             step: What `execute` returned.
-            forced: One token for each logit of the step, committed in place of the drawn ones. The output still holds the drawn ones.
+            forced: One token for each logit of the step, committed in place of the drawn ones. The
+                output still holds the drawn ones.
 
         Raises:
-            ProtocolError: The step was sampled already or is not the last one, or `forced` has the wrong length.
+            ProtocolError: The step was sampled already or is not the last one, or `forced` has the
+                wrong length.
         """
         if step.number != self._num_sampled + 1:
             raise ProtocolError(
@@ -139,7 +142,7 @@ class Runner:
         return pending
 
     def update_rows(self, plan: StepPlan) -> None:
-        """Apply a plan's lifecycle events on the host: departures, then arrivals, then new blocks."""
+        """Apply a plan's lifecycle events on the host: departures, arrivals, new blocks."""
         for req_id in plan.departed:
             row = self.rows.release(req_id)
             if row is not None:
@@ -159,15 +162,18 @@ class Runner:
     def _check(self, plan: StepPlan) -> None:
         if self._num_sampled != self._num_executed:
             raise ProtocolError(
-                f"step {self._num_executed} was executed but not sampled; call sample before the next execute"
+                f"step {self._num_executed} was executed but not sampled; "
+                "call sample before the next execute"
             )
         if not plan.scheduled.req_ids:
             raise ProtocolError(
-                "a step without scheduled requests has nothing to execute; call update_rows for its events"
+                "a step without scheduled requests has nothing to execute; "
+                "call update_rows for its events"
             )
         if plan.num_tokens > self.config.max_num_tokens:
             raise CapacityError(
-                f"the step has {plan.num_tokens} tokens; max_num_tokens is {self.config.max_num_tokens}"
+                f"the step has {plan.num_tokens} tokens; "
+                f"max_num_tokens is {self.config.max_num_tokens}"
             )
 
     def _upload_forced(self, batch: InputBatch, forced: Sequence[int]) -> Tensor:
@@ -178,6 +184,7 @@ class Runner:
         token_ids = np.array(forced, dtype=np.int64)
         if len(token_ids) and not 0 <= token_ids.min() <= token_ids.max() < self.config.vocab_size:
             raise ConfigError(
-                f"forced tokens {list(forced)} are not all inside the vocabulary of {self.config.vocab_size}"
+                f"forced tokens {list(forced)} are not all inside "
+                f"the vocabulary of {self.config.vocab_size}"
             )
         return self.transfers.upload(token_ids)

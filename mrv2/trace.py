@@ -1,7 +1,8 @@
 """Observation of a step: every named value of the chain, as it comes into being.
 
-The runner hands each value to a `StepTrace`. The default observer is null and costs one call a value. An observer must not
-change what it is given, and must copy what it wants to keep: device buffers are reused by later steps.
+The runner hands each value to a `StepTrace`. The default observer is null and costs one call a
+value. An observer must not change what it is given, and must copy what it wants to keep: device
+buffers are reused by later steps.
 """
 
 from typing import Literal, Protocol, TypeAlias

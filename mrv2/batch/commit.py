@@ -54,8 +54,8 @@ def _commit_step_reference(
 ) -> None:
     """Advance each row past the tokens of the step and append the token that its last logit drew.
 
-    A request without logits only advances. A token drawn at the very end of a full row has no place and is not kept: its request
-    ends with it.
+    A request without logits only advances. A token drawn at the very end of a full row has no place
+    and is not kept: its request ends with it.
 
     Args:
         rows: [num_reqs] int32. Batch position -> row.

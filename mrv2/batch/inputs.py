@@ -1,7 +1,8 @@
 """A step's inputs, gathered on the device from the state rows in the order of the batch.
 
-The host uploads one small array (rows and prefix sums); everything else is derived on the device from what the rows hold there, so
-a token that was drawn in the last step is an input of this one without the host having seen it.
+The host uploads one small array (rows and prefix sums); everything else is derived on the device
+from what the rows hold there, so a token that was drawn in the last step is an input of this one
+without the host having seen it.
 """
 
 from dataclasses import dataclass
@@ -23,7 +24,7 @@ from mrv2.state.requests import RequestColumns
 
 
 @triton.jit
-def _gather_tokens_kernel(
+def _gather_tokens_kernel(  # noqa: PLR0913 - a kernel takes pointers and strides, not objects
     rows_ptr: tl.tensor,
     query_start_loc_ptr: tl.tensor,
     token_table_ptr: tl.tensor,
@@ -80,7 +81,8 @@ def _gather_tokens_reference(
 
     Args:
         rows: [num_reqs] int32. Batch position -> row.
-        query_start_loc: [num_reqs + 1] int32. First token of each request; the last entry is `num_tokens`.
+        query_start_loc: [num_reqs + 1] int32. First token of each request; the last entry is
+            `num_tokens`.
         token_table: [max_rows, max_len] int32. Known tokens by row.
         num_computed_tokens: [max_rows] int32. Position of each row's first token in this step.
         max_query_len: Tokens of the longest query.
@@ -157,16 +159,19 @@ def _locate_logits_reference(
     logit_rows: Tensor,
     positions: Tensor,
 ) -> None:
-    """Find the tokens whose hidden states become logits: the last ones of each request that wants any.
+    """Find the tokens whose hidden states become logits: the last ones of each request.
 
     Args:
         rows: [num_reqs] int32. Batch position -> row.
-        query_start_loc: [num_reqs + 1] int32. First token of each request; the last entry is `num_tokens`.
-        cu_num_logits: [num_reqs + 1] int32. First logit of each request; the last entry is `num_logits`.
+        query_start_loc: [num_reqs + 1] int32. First token of each request; the last entry is
+            `num_tokens`.
+        cu_num_logits: [num_reqs + 1] int32. First logit of each request; the last entry is
+            `num_logits`.
         seq_lens: [num_reqs] int32. Computed tokens with this step's.
         logits_indices: [num_logits] int32. Written: logit -> token of the batch.
         logit_rows: [num_logits] int32. Written: logit -> row.
-        positions: [num_logits] int64. Written: position of the token that the logit draws, one past its own.
+        positions: [num_logits] int64. Written: position of the token that the logit draws, one past
+            its own.
     """
     num_logits = cu_num_logits.diff()
     batch_idx = torch.repeat_interleave(num_logits, output_size=positions.shape[0])
@@ -187,7 +192,8 @@ locate_logits = TwinOp(
 class InputBuffers:
     """Device memory that every step's inputs are written into, at fixed addresses.
 
-    Steps are queued on one stream, so a step's kernels have read a buffer before the next step's write it.
+    Steps are queued on one stream, so a step's kernels have read a buffer before the next step's
+    write it.
 
     Args:
         config: Sizes and device.
@@ -209,7 +215,10 @@ class InputBuffers:
 
 @dataclass(slots=True, kw_only=True)
 class InputBatch:
-    """A step's layout with its device values, all in batch order. Views of buffers that the next step reuses."""
+    """A step's layout with its device values, all in batch order.
+
+    Some are views of buffers that the next step reuses.
+    """
 
     layout: BatchLayout
     rows: Tensor
@@ -225,7 +234,8 @@ class InputBatch:
     seq_lens: Tensor
     """[num_reqs] int32."""
     block_tables: tuple[Tensor, ...]
-    """[num_reqs, max_blocks] int32 for each KV group; columns beyond the batch's longest request are stale."""
+    """[num_reqs, max_blocks] int32 for each KV group.
+    Columns beyond the batch's longest request are stale."""
     slots: tuple[Tensor, ...]
     """[num_tokens] int64 for each KV group."""
     logits_indices: Tensor

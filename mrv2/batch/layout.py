@@ -1,4 +1,7 @@
-"""The shape of a step, by host arithmetic alone: which rows run, how many tokens each, where its logits are."""
+"""The shape of a step: which rows run, how many tokens each, where their logits are.
+
+Host arithmetic alone.
+"""
 
 from dataclasses import dataclass
 
@@ -12,7 +15,10 @@ Int32 = npt.NDArray[np.int32]
 
 @dataclass(slots=True, kw_only=True)
 class BatchLayout:
-    """A step's ragged shape, in batch order. Host values only; not frozen, since one is built at every step."""
+    """A step's ragged shape, in batch order.
+
+    Host values only; not frozen, since one is built at every step.
+    """
 
     req_ids: list[str]
     rows: Int32
@@ -26,7 +32,8 @@ class BatchLayout:
     query_start_loc: Int32
     """[num_reqs + 1]. Inclusive prefix sums of `query_lens` with a leading zero."""
     cu_num_logits: Int32
-    """[num_reqs + 1]. Inclusive prefix sums, with a leading zero, of the logits that each request wants."""
+    """[num_reqs + 1]. Inclusive prefix sums of the logits that each request wants, with a leading
+    zero."""
     logit_rows: Int32
     """[num_logits]. Logit -> state row."""
     num_tokens: int

@@ -9,7 +9,8 @@ from mrv2.memory.transfers import Transfers
 class MirroredTensor:
     """One value a row; the host's copy is the authority, and `flush` carries it over whole.
 
-    Right for small columns that change when requests come and go: one copy of a few KiB, and only in steps that changed it.
+    Right for small columns that change when requests come and go: one copy of a few KiB, and only
+    in steps that changed it.
 
     Args:
         num_rows: Length of the column.

@@ -1,9 +1,10 @@
-"""A large tensor that stays on the device, and host writes that reach it packed into one copy and one kernel.
+"""A large tensor that stays on the device, and host writes packed into one copy and one kernel.
 
-A block table or a token table is too large to copy at every step. The host stages what changed; `apply_write` packs all of it
-into one buffer, uploads that, and one kernel scatters it. Writes are irregular: any rows, any starts, any lengths. Several writes
-to one place act in the order in which they were staged. The kernel runs them all at once, so overlaps are resolved on the host first:
-of two writes that meet, the earlier is cut back to what the later leaves.
+A block table or a token table is too large to copy at every step. The host stages what changed;
+`apply_write` packs all of it into one buffer, uploads that, and one kernel scatters it. Writes are
+irregular: any rows, any starts, any lengths. Several writes to one place act in the order in which
+they were staged. The kernel runs them all at once, so overlaps are resolved on the host first: of
+two writes that meet, the earlier is cut back to what the later leaves.
 """
 
 from collections.abc import Sequence
@@ -57,8 +58,8 @@ def _staged_write_reference(
 
     Args:
         target: [num_rows, num_columns] int32 or int64. Rows may be strided, columns are contiguous.
-        packed: [num_words], dtype of `target`. `num_writes` headers of row, start, length and offset into `packed`, then the values.
-            No two writes meet.
+        packed: [num_words], dtype of `target`. `num_writes` headers of row, start, length and
+            offset into `packed`, then the values. No two writes meet.
         num_writes: Headers in `packed`.
         max_length: Length of the longest write.
     """
@@ -89,7 +90,8 @@ class StagedWriteTensor:
         size: [num_rows, num_columns], or [num_rows] for one value a row.
         dtype: A type of 4 or 8 bytes.
         device: Where the tensor lives.
-        transfers: Carries the packed writes. Made for `device` if not given, for use outside a runner.
+        transfers: Carries the packed writes. Made for `device` if not given, for use outside a
+            runner.
 
     Raises:
         ConfigError: The dtype has neither 4 nor 8 bytes, or the size has neither one nor two axes.
@@ -128,14 +130,16 @@ class StagedWriteTensor:
             value: Values, copied now. None at all is a no-op.
 
         Raises:
-            CapacityError: The row or the range of columns lies outside the tensor. Nothing is staged.
+            CapacityError: The row or the range of columns lies outside the tensor. Nothing is
+                staged.
         """
         end = start + len(value)
         if not 0 <= row < self._num_rows:
             raise CapacityError(f"row {row} is outside the {self._num_rows} rows of this tensor")
         if start < 0 or end > self._num_columns:
             raise CapacityError(
-                f"columns {start}..{end} of row {row} are outside the {self._num_columns} columns of this tensor"
+                f"columns {start}..{end} of row {row} are outside "
+                f"the {self._num_columns} columns of this tensor"
             )
         if end > start:
             self._staged.append(
@@ -143,7 +147,10 @@ class StagedWriteTensor:
             )
 
     def apply_write(self) -> None:
-        """Queue everything staged: one packed buffer, one copy, one kernel. Nothing staged queues nothing."""
+        """Queue everything staged: one packed buffer, one copy, one kernel.
+
+        Nothing staged queues nothing.
+        """
         if not self._staged:
             return
         if self._owns_transfers:

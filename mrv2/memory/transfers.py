@@ -1,9 +1,10 @@
 """Every copy between host and device, and why none of them can race.
 
-Host state is never pinned and never a copy's source. `upload` first copies the host's values into a staging buffer that belongs
-to the step being built, and the device reads only that. A step's staging buffer is written again at the earliest in the step after
-the next, and only if the device has passed the point that was recorded when the step ended; otherwise a fresh buffer joins the
-ring. So a host write after a step was queued cannot change that step, and nothing here blocks.
+Host state is never pinned and never a copy's source. `upload` first copies the host's values into a
+staging buffer that belongs to the step being built, and the device reads only that. A step's
+staging buffer is written again at the earliest in the step after the next, and only if the device
+has passed the point that was recorded when the step ended; otherwise a fresh buffer joins the ring.
+So a host write after a step was queued cannot change that step, and nothing here blocks.
 
 On a CPU the path is the same, without pinning and without events.
 """
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor
 
 Copy: TypeAlias = Callable[[Tensor, Tensor], None]
-"""`copy(destination, source)`, queued on the current stream. Tests pass one that is late on purpose."""
+"""`copy(destination, source)`, queued on the current stream. Tests pass a late one on purpose."""
 
 _ALIGNMENT = 64
 """Bytes. Keeps each value of a packed buffer aligned for any dtype."""
@@ -106,13 +107,16 @@ class Transfers:
         return out
 
     def download(self, values: Tensor) -> Tensor:
-        """Queue a copy of a device tensor to fresh host memory; valid once an event recorded after it has passed."""
+        """Queue a copy of a device tensor to fresh host memory.
+
+        It is valid once an event that was recorded after it has passed.
+        """
         out = torch.empty(values.shape, dtype=values.dtype, pin_memory=self._on_gpu)
         self._copy(out, values)
         return out
 
     def record(self) -> torch.cuda.Event | None:
-        """Return an event behind everything queued so far; None on a CPU, where nothing is pending."""
+        """Return an event behind everything queued so far; None on a CPU, where nothing waits."""
         if not self._on_gpu:
             return None
         event = torch.cuda.Event()

@@ -52,7 +52,8 @@ def _gather_block_table_reference(
         table: [max_rows, max_blocks] int32. Block ids by row.
         rows: [num_reqs] int32. Batch position -> row.
         num_columns: Columns to gather: blocks of the longest request of the batch.
-        out: [>= num_reqs, >= num_columns] int32. Written in its first `num_reqs` rows and `num_columns` columns.
+        out: [>= num_reqs, >= num_columns] int32. Written in its first `num_reqs` rows and
+            `num_columns` columns.
     """
     out[: rows.shape[0], :num_columns] = table[:, :num_columns].index_select(0, rows)
 
@@ -111,11 +112,14 @@ def _slot_mapping_reference(
     max_query_len: int,
     slots: Tensor,
 ) -> None:
-    """Find the KV slot of every token of a batch: `block_table[request, position // block_size] * block_size + position % block_size`.
+    """Find the KV slot of every token of a batch.
+
+    `block_table[request, position // block_size] * block_size + position % block_size`.
 
     Args:
         block_table: [num_reqs, num_columns] int32. Gathered, in batch order.
-        query_start_loc: [num_reqs + 1] int32. First token of each request; the last entry is `num_tokens`.
+        query_start_loc: [num_reqs + 1] int32. First token of each request; the last entry is
+            `num_tokens`.
         positions: [num_tokens] int64.
         block_size: Tokens in a block.
         max_query_len: Tokens of the longest query.

@@ -6,14 +6,18 @@ from mrv2.plan import Arrival
 
 
 class RowState(Protocol):
-    """State with one entry a row. The runner calls these for every state, in a fixed order, on the host.
+    """State with one entry a row.
 
-    Within a step come first all evictions, then all admissions, then what continues, and last one `flush`. Only `flush` queues
-    device work.
+    The runner calls these for every state, in a fixed order, on the host. Within a step come first
+    all evictions, then all admissions, then what continues, and last one `flush`. Only `flush`
+    queues device work.
     """
 
     def admit(self, row: int, arrival: Arrival) -> None:
-        """Fill `row` for a request that has just claimed it. Nothing of the row's last owner may remain visible."""
+        """Fill `row` for a request that has just claimed it.
+
+        Nothing of the row's last owner may remain visible.
+        """
 
     def evict(self, row: int) -> None:
         """Forget the request in `row`."""

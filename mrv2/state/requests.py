@@ -1,9 +1,10 @@
 """Token ids and progress of each row.
 
-`token_ids` holds every token that is known: the host writes the prompt (and earlier outputs, after a preemption) when a request
-arrives, the device appends what it draws. `num_computed_tokens` is advanced on the device as well, so that the next step can be
-queued before anybody has seen the last one's tokens. The host only steps in where the scheduler says something else than what
-the device counts: at an arrival, and when progress is taken back.
+`token_ids` holds every token that is known: the host writes the prompt (and earlier outputs, after
+a preemption) when a request arrives, the device appends what it draws. `num_computed_tokens` is
+advanced on the device as well, so that the next step can be queued before anybody has seen the last
+one's tokens. The host only steps in where the scheduler says something else than what the device
+counts: at an arrival, and when progress is taken back.
 """
 
 import numpy as np
@@ -33,7 +34,8 @@ class RequestColumns:
             (max_num_reqs,), torch.int32, device, transfers
         )
         self._counted = np.zeros(max_num_reqs, dtype=np.int32)
-        """What the device will count once everything queued has run; it tells when the scheduler disagrees."""
+        """What the device will count once everything queued has run.
+        It tells when the scheduler disagrees."""
 
     def admit(self, row: int, arrival: Arrival) -> None:
         """Stage the known tokens and the progress of a request that arrived."""
@@ -41,7 +43,10 @@ class RequestColumns:
         self._stage_progress(row, arrival.num_computed_tokens)
 
     def evict(self, row: int) -> None:
-        """Forget the progress; the tokens of a freed row are never read, since positions start at the next owner's progress."""
+        """Forget the progress.
+
+        The tokens of a freed row are never read: its next owner writes its own before any is.
+        """
         self._counted[row] = 0
 
     def flush(self) -> None:

@@ -9,7 +9,9 @@ from mrv2.errors import CapacityError, ProtocolError
 
 
 class RowTable:
-    """Request id to row, and the rows that are free. The row that was freed last is claimed first, so stale state shows early.
+    """Request id to row, and the rows that are free.
+
+    The row that was freed last is claimed first, so stale state shows early.
 
     Args:
         num_rows: Rows in all.

@@ -6,18 +6,21 @@ from typing import Any
 
 import torch
 from torch import Tensor
-
-from mrv2.batch.inputs import InputBatch
 from vllm.config import VllmConfig, get_layers_from_vllm_config
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, UniformTypeKVCacheSpecs
 from vllm.v1.worker.utils import AttentionGroup, prepare_kernel_block_sizes
 
+from mrv2.batch.inputs import InputBatch
+
 
 @dataclass(frozen=True, slots=True)
 class VllmAttention:
-    """What vLLM's forward context needs of attention: metadata and slots by layer name; None for a forward without a KV cache."""
+    """What vLLM's forward context needs of attention: metadata and slots by layer name.
+
+    Both are None for a forward without a KV cache.
+    """
 
     metadata: dict[str, Any] | None
     slots: dict[str, Tensor] | None
@@ -69,7 +72,10 @@ class VllmAttentionPlanner:
 def attention_groups(
     kv_cache_config: KVCacheConfig, vllm_config: VllmConfig
 ) -> list[list[AttentionGroup]]:
-    """Group the layers of each KV group by backend, KV spec and number of query heads: those share a metadata builder."""
+    """Group the layers of each KV group that can share a metadata builder.
+
+    Those have backend, KV spec and number of query heads in common.
+    """
     return [
         _groups_of(index, group, vllm_config)
         for index, group in enumerate(kv_cache_config.kv_cache_groups)
@@ -82,7 +88,7 @@ def create_builders(
     vllm_config: VllmConfig,
     device: torch.device,
 ) -> list[int]:
-    """Make each group's metadata builder and return the block size that the kernels of each KV group use."""
+    """Make each group's metadata builder; return the kernels' block size for each KV group."""
     kernel_block_sizes: list[int] = prepare_kernel_block_sizes(kv_cache_config, groups)
     for block_size, kv_group in zip(kernel_block_sizes, groups, strict=True):
         for group in kv_group:

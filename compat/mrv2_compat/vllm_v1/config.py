@@ -1,11 +1,11 @@
 """From vLLM's config to the runner's."""
 
 import torch
+from vllm.config import VllmConfig
+from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from mrv2 import RunnerConfig
 from mrv2_compat.vllm_v1.kv_cache import kv_groups
-from vllm.config import VllmConfig
-from vllm.v1.kv_cache_interface import KVCacheConfig
 
 
 def runner_config(

@@ -1,12 +1,10 @@
-"""KV caches: what each layer needs, their memory, and the block operations that the scheduler asks for."""
+"""KV caches: what each layer needs, their memory, and the scheduler's block operations."""
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-
-from mrv2 import KVGroup
 from vllm.config import VllmConfig, get_layers_from_vllm_config
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -21,6 +19,8 @@ from vllm.v1.worker.utils import (
     customize_attention_spec,
     map_kv_caches_to_kernel_blocks,
 )
+
+from mrv2 import KVGroup
 
 
 def kv_cache_spec(vllm_config: VllmConfig) -> dict[str, KVCacheSpec]:
@@ -37,7 +37,7 @@ def kv_cache_spec(vllm_config: VllmConfig) -> dict[str, KVCacheSpec]:
 
 
 def kv_groups(kv_cache_config: KVCacheConfig, vllm_config: VllmConfig) -> tuple[KVGroup, ...]:
-    """Return the runner's view of the KV groups: block size, and blocks that the longest request can hold."""
+    """Return the runner's view of the KV groups: block size, and blocks of the longest request."""
     max_model_len = vllm_config.model_config.max_model_len
     groups = []
     for group in kv_cache_config.kv_cache_groups:
@@ -89,14 +89,20 @@ class KVCaches:
         )
 
     def prepare_zeroing(self) -> None:
-        """Compute the addresses that `apply` zeroes blocks at; vLLM asks for it if a layer needs its new blocks zeroed."""
+        """Compute the addresses that `apply` zeroes blocks at.
+
+        vLLM asks for it if a layer needs its new blocks zeroed.
+        """
         if self._device.type == "cuda":
             self._zeroer = KVBlockZeroer(
                 self._device, self._groups, self._kernel_block_sizes, self._layers, self._num_blocks
             )
 
     def apply(self, scheduler_output: SchedulerOutput) -> None:
-        """Queue the step's block operations: zero first, then copy, so that a copy into a new block is not wiped."""
+        """Queue the step's block operations.
+
+        Zero first, then copy, so that a copy into a new block is not wiped.
+        """
         if scheduler_output.new_block_ids_to_zero:
             self._zero(scheduler_output.new_block_ids_to_zero)
         if scheduler_output.kv_cache_block_copies:

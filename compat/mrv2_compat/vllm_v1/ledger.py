@@ -1,7 +1,8 @@
 """What vLLM's V1-mode scheduler says once and never repeats.
 
-A resumed request comes back without its prompt split and without its sampling parameters. Permanent rows forget a request when it is
-preempted, so this is the one place that remembers it, from its first arrival until it finishes.
+A resumed request comes back without its prompt split and without its sampling parameters. Permanent
+rows forget a request when it is preempted, so this is the one place that remembers it, from its
+first arrival until it finishes.
 """
 
 from collections.abc import Iterable
@@ -19,7 +20,10 @@ class KnownRequest:
 
 
 class RequestLedger:
-    """Requests that were announced and have not finished, by id. Holds more than the live rows: preempted ones stay."""
+    """Requests that were announced and have not finished, by id.
+
+    Holds more than the live rows: preempted ones stay.
+    """
 
     def __init__(self) -> None:
         self._known: dict[str, KnownRequest] = {}
@@ -32,7 +36,7 @@ class RequestLedger:
         self.num_announced += 1
 
     def forget(self, req_id: str) -> None:
-        """Drop a finished request; unknown ids are skipped, since vLLM also names ones that never ran."""
+        """Drop a finished request; skip unknown ids, since vLLM also names ones that never ran."""
         self._known.pop(req_id, None)
 
     def get(self, req_id: str) -> KnownRequest:

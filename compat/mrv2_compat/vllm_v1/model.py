@@ -3,11 +3,11 @@
 from typing import Any
 
 from torch import Tensor, nn
+from vllm.config import CUDAGraphMode, VllmConfig
+from vllm.forward_context import set_forward_context
 
 from mrv2.ports import ForwardInputs
 from mrv2_compat.vllm_v1.attention import VllmAttention
-from vllm.config import CUDAGraphMode, VllmConfig
-from vllm.forward_context import set_forward_context
 
 
 class VllmModel:
@@ -15,7 +15,8 @@ class VllmModel:
 
     Args:
         module: The loaded model.
-        vllm_config: The config that the model was built with; its forward context finds the layers by it.
+        vllm_config: The config that the model was built with; its forward context finds the layers
+            by it.
     """
 
     def __init__(self, module: nn.Module, vllm_config: VllmConfig) -> None:
@@ -42,7 +43,10 @@ class VllmModel:
         return hidden
 
     def forward_without_kv(self, input_ids: Tensor, positions: Tensor) -> Tensor:
-        """Run the model with attention left out, to compile it or to find its peak memory before there is a KV cache."""
+        """Run the model with attention left out.
+
+        For compiling it, or finding its peak memory, before there is a KV cache.
+        """
         return self.forward(
             ForwardInputs(
                 input_ids=input_ids, positions=positions, attention=VllmAttention(None, None)

@@ -1,7 +1,8 @@
 """The face that vLLM's worker sees: the names of V1's runner, over the core runner.
 
-No logic of a step lives here. The scheduler's output is translated, handed to the core, and the core's output translated back.
-What vLLM may touch and what became of each name is in `surface.py`; names that belong to refused features raise there.
+No logic of a step lives here. The scheduler's output is translated, handed to the core, and the
+core's output translated back. What vLLM may touch and what became of each name is in `surface.py`;
+names that belong to refused features raise there.
 """
 
 import gc
@@ -12,6 +13,23 @@ from typing import Any, NoReturn
 import numpy as np
 import torch
 from torch import Tensor, nn
+from vllm.config import CompilationMode, VllmConfig
+from vllm.model_executor.layers.rotary_embedding import _ROPE_DICT
+from vllm.model_executor.model_loader import get_model
+from vllm.model_executor.model_loader.reload.inplace import reload_weights
+from vllm.model_executor.warmup.jit_warmup import JitWarmupRegistry
+from vllm.tasks import SupportedTask
+from vllm.utils.mem_utils import DeviceMemoryProfiler
+from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
+from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
+from vllm.v1.outputs import (
+    EMPTY_MODEL_RUNNER_OUTPUT,
+    AsyncModelRunnerOutput,
+    DraftTokenIds,
+    ModelRunnerOutput,
+)
+from vllm.v1.worker.utils import AttentionGroup, clear_layer_kv_caches
+from vllm.v1.worker.workspace import reset_workspace_manager
 
 from mrv2 import (
     Arrival,
@@ -40,32 +58,17 @@ from mrv2_compat.vllm_v1.refusals import backend_refusals, kv_cache_refusals
 from mrv2_compat.vllm_v1.surface import raise_missing
 from mrv2_compat.vllm_v1.translate_in import plan_step
 from mrv2_compat.vllm_v1.translate_out import AsyncOutput, model_runner_output
-from vllm.config import CompilationMode, VllmConfig
-from vllm.model_executor.layers.rotary_embedding import _ROPE_DICT
-from vllm.model_executor.model_loader import get_model
-from vllm.model_executor.model_loader.reload.inplace import reload_weights
-from vllm.model_executor.warmup.jit_warmup import JitWarmupRegistry
-from vllm.tasks import SupportedTask
-from vllm.utils.mem_utils import DeviceMemoryProfiler
-from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
-from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
-from vllm.v1.outputs import (
-    EMPTY_MODEL_RUNNER_OUTPUT,
-    AsyncModelRunnerOutput,
-    DraftTokenIds,
-    ModelRunnerOutput,
-)
-from vllm.v1.worker.utils import AttentionGroup, clear_layer_kv_caches
-from vllm.v1.worker.workspace import reset_workspace_manager
 
 
 class VllmRunner:
     """A model runner for vLLM's V1-mode workers.
 
-    The core runner is made once the KV cache is known; until then only loading, profiling and questions about the model work.
+    The core runner is made once the KV cache is known; until then only loading, profiling and
+    questions about the model work.
 
     Args:
-        vllm_config: The engine's config; refusals were checked against it before the worker started.
+        vllm_config: The engine's config; refusals were checked against it before the worker
+            started.
         device: Where the model runs.
         trace: Observes the values of each step; nobody by default.
     """
@@ -128,7 +131,7 @@ class VllmRunner:
         return specs
 
     def profile_run(self, randomize_inputs: bool = False) -> None:
-        """Run the largest forward and the largest draw once, for vLLM to measure the peak memory."""
+        """Run the largest forward and the largest draw once, so that vLLM can measure the peak."""
         hidden, last = self._dummy_run(self.max_num_tokens, randomize_inputs=randomize_inputs)
         self._dummy_sampler_run(last)
         del hidden, last
@@ -146,7 +149,7 @@ class VllmRunner:
         is_profiling: bool = False,
         kv_cache_allocation_context: AbstractContextManager[Any] | None = None,
     ) -> None:
-        """Allocate and bind the KV caches, make the metadata builders, and build the core runner."""
+        """Allocate and bind the KV caches, make the metadata builders, build the core runner."""
         self.kv_cache_config = kv_cache_config
         self.attn_groups = attention_groups(kv_cache_config, self.vllm_config)
         refused = backend_refusals(backend_names(self.attn_groups))
@@ -189,7 +192,8 @@ class VllmRunner:
             _options: Switches of features that are refused at start.
 
         Returns:
-            Hidden states, [num_tokens, hidden_size], and those of as many tokens as there can be requests.
+            Hidden states, [num_tokens, hidden_size], and those of as many tokens as there can be
+            requests.
         """
         vocab_size = self.model_config.get_vocab_size()
         high = vocab_size if randomize_inputs else 1
@@ -200,7 +204,10 @@ class VllmRunner:
 
     @torch.inference_mode()
     def _dummy_sampler_run(self, hidden_states: Tensor) -> Tensor:
-        """Draw at random from the logits of these hidden states with a sampler of its own, so that no row is touched."""
+        """Draw at random from the logits of these hidden states.
+
+        The sampler is one of its own, so that no row is touched.
+        """
         num_logits = hidden_states.shape[0]
         logits = self._require_model().compute_logits(hidden_states)
         sampler = Sampler(num_logits, logits.shape[1], Transfers(self.device), NullTrace())
@@ -244,7 +251,8 @@ class VllmRunner:
 
         Args:
             grammar_output: Must be None: structured outputs are refused when a request enters.
-            forced: One token for each logit of the step, committed in place of the drawn ones (teacher forcing).
+            forced: One token for each logit of the step, committed in place of the drawn ones
+                (teacher forcing).
         """
         if self._step is None:
             return EMPTY_MODEL_RUNNER_OUTPUT
@@ -285,7 +293,7 @@ class VllmRunner:
         return ("generate",)
 
     def update_max_model_len(self, max_model_len: int) -> None:
-        """Take a model length that vLLM fitted to the memory, before the KV cache is initialised."""
+        """Take a model length that vLLM fitted to the memory, before there is a KV cache."""
         self.max_model_len = max_model_len
 
     def reload_weights(
@@ -320,7 +328,7 @@ class VllmRunner:
         return {}
 
     def shutdown(self) -> None:
-        """Let go of the model, the KV cache and vLLM's process-wide caches, so that their memory can be used again."""
+        """Let go of the model, the KV cache and vLLM's process-wide caches, to free memory."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         clear_layer_kv_caches(self.compilation_config.static_forward_context.values())
@@ -331,7 +339,7 @@ class VllmRunner:
         reset_workspace_manager()
 
     def reset(self) -> None:
-        """Start over with empty rows, as after `initialize_kv_cache`. KV blocks keep their bytes."""
+        """Start over with empty rows, as after `initialize_kv_cache`; KV bytes stay."""
         if self.kv_cache_config is None:
             raise ProtocolError("there is nothing to reset before the KV cache is initialised")
         self.ledger = RequestLedger()
@@ -380,10 +388,10 @@ def _dummy_arrival(row: int) -> Arrival:
 
 
 def _freezing_for_max_autotune(inductor_options: dict[str, Any]) -> AbstractContextManager[Any]:
-    """Freeze the weights while compiling if max-autotune is on: oneDNN's GEMM templates want constants."""
+    """Freeze the weights while compiling if max-autotune is on: oneDNN's GEMMs want constants."""
     if not inductor_options.get("max_autotune", False):
         return nullcontext()
-    from torch._inductor import config  # noqa: PLC0415 - inductor is heavy, and rarely asked for
+    from torch._inductor import config  # heavy, and rarely asked for
 
     patched: AbstractContextManager[Any] = config.patch(freezing=True)
     return patched

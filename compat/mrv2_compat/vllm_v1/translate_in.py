@@ -1,16 +1,19 @@
-"""From vLLM's SchedulerOutput, in the V1 dialect, to the runner's StepPlan. Host values only: no model, no device, no rows.
+"""From vLLM's SchedulerOutput, in the V1 dialect, to the runner's StepPlan.
 
-The order matters and is the reason for a function of its own: ids that finished are forgotten before new ones of the same name are
-announced; a preempted id departs but stays in the ledger; a resumed id departs, in case it was still live, and arrives.
+Host values only: no model, no device, no rows. The order matters and is the reason for a function
+of its own: ids that finished are forgotten before new ones of the same name are announced; a
+preempted id departs but stays in the ledger; a resumed id departs, in case it was still live, and
+arrives.
 """
 
 import hashlib
 from collections.abc import Iterator
 
-from mrv2 import Arrival, Continuation, ProtocolError, Sampling, Scheduled, StepPlan
-from mrv2_compat.vllm_v1.ledger import KnownRequest, RequestLedger
 from vllm.sampling_params import SamplingParams
 from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
+
+from mrv2 import Arrival, Continuation, ProtocolError, Sampling, Scheduled, StepPlan
+from mrv2_compat.vllm_v1.ledger import KnownRequest, RequestLedger
 
 
 def plan_step(
@@ -24,7 +27,8 @@ def plan_step(
         engine_seed: Seed of the engine, from which requests without a seed of their own get theirs.
 
     Raises:
-        ProtocolError: A request is scheduled that was never announced, or resumed without its tokens.
+        ProtocolError: A request is scheduled that was never announced, or resumed without its
+            tokens.
     """
     cached = scheduler_output.scheduled_cached_reqs
     new = scheduler_output.scheduled_new_reqs
@@ -49,7 +53,8 @@ def plan_step(
 def sampling_of(params: SamplingParams, engine_seed: int, arrival_number: int) -> Sampling:
     """Translate sampling parameters; the request was checked against the refusals when it entered.
 
-    A request without a seed gets one from the engine's seed and the number of its arrival, so that every rank gives it the same.
+    A request without a seed gets one from the engine's seed and the number of its arrival, so that
+    every rank gives it the same.
     """
     seed = params.seed
     if seed is None:

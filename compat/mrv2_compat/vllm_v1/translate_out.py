@@ -1,6 +1,5 @@
 """From the runner's output to vLLM's ModelRunnerOutput. Pure, host values only."""
 
-from mrv2 import PendingOutput, RunnerOutput
 from vllm.v1.outputs import (
     AsyncModelRunnerOutput,
     KVConnectorOutput,
@@ -8,9 +7,14 @@ from vllm.v1.outputs import (
     ModelRunnerOutput,
 )
 
+from mrv2 import PendingOutput, RunnerOutput
+
 
 def model_runner_output(output: RunnerOutput) -> ModelRunnerOutput:
-    """Return vLLM's form of a step's output; every scheduled request is in it, those that drew nothing with an empty list."""
+    """Return vLLM's form of a step's output.
+
+    Every scheduled request is in it, those that drew nothing with an empty list.
+    """
     return ModelRunnerOutput(
         req_ids=output.req_ids,
         req_id_to_index={req_id: index for index, req_id in enumerate(output.req_ids)},
