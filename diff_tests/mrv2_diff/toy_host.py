@@ -1,0 +1,228 @@
+"""A host of a few lines: it keeps requests and blocks, and says what each step runs.
+
+It stands in for vLLM's scheduler in tests of the runner alone. A test names every event itself, so
+that a lifecycle reads as a story; `plan` turns what happened since the last step into a `StepPlan`.
+Blocks are handed out last in, first out: what was just freed is used again at once, and a runner
+that keeps a stale block shows it.
+"""
+
+from collections import Counter, deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from mrv2 import (
+    Arrival,
+    Continuation,
+    KVGroup,
+    PendingOutput,
+    Runner,
+    RunnerOutput,
+    Sampling,
+    Scheduled,
+    StepPlan,
+)
+
+Work = Mapping[str, int]
+"""Tokens to run in a step for each request, in the order of the batch."""
+
+Story = Callable[["ToyHost", int], Work]
+"""Called before each step with its number; tells the host what happens, and returns the work."""
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class ToyRequest:
+    """What the host knows of a request."""
+
+    req_id: str
+    prompt: list[int]
+    sampling: Sampling
+    outputs: list[int] = field(default_factory=list)
+    blocks: list[list[int]]
+    """For each KV group."""
+    num_computed: int = 0
+    num_in_flight: int = 0
+    """Tokens that were drawn by queued steps and not taken yet."""
+    has_row: bool = False
+    num_preemptions: int = 0
+
+    @property
+    def num_known(self) -> int:
+        """Tokens that exist, those in flight counted in."""
+        return len(self.prompt) + len(self.outputs) + self.num_in_flight
+
+    @property
+    def num_left(self) -> int:
+        """Known tokens that have not run: at least 1 for a request that can be scheduled."""
+        return self.num_known - self.num_computed
+
+
+class ToyHost:
+    """Requests, blocks, and the plan of the next step.
+
+    Args:
+        groups: KV groups of the runner.
+        num_blocks: Blocks of each group.
+    """
+
+    def __init__(self, groups: Sequence[KVGroup], num_blocks: int) -> None:
+        self.requests: dict[str, ToyRequest] = {}
+        """Those that have not finished."""
+        self.finished: list[ToyRequest] = []
+        self._sizes = [group.block_size for group in groups]
+        self._free = [list(range(num_blocks)) for _ in groups]
+        self._holders: list[Counter[int]] = [Counter() for _ in groups]
+        self._departed: list[str] = []
+        self._draws: deque[list[tuple[ToyRequest, int]]] = deque()
+
+    def add(
+        self, req_id: str, prompt: Sequence[int], sampling: Sampling | None = None
+    ) -> ToyRequest:
+        """Take a new request; it gets a row when it first runs."""
+        request = ToyRequest(
+            req_id=req_id,
+            prompt=list(prompt),
+            sampling=sampling or Sampling(),
+            blocks=[[] for _ in self._sizes],
+        )
+        self.requests[req_id] = request
+        return request
+
+    def share(self, owner: str, req_id: str, num_tokens: int) -> None:
+        """Let a request that has not run begin with the computed blocks of another one's prefix."""
+        request, source = self.requests[req_id], self.requests[owner]
+        assert num_tokens <= source.num_computed
+        for group, size in enumerate(self._sizes):
+            assert num_tokens % size == 0, "only whole blocks are shared"
+            request.blocks[group] = source.blocks[group][: num_tokens // size]
+            self._holders[group].update(request.blocks[group])
+        request.num_computed = num_tokens
+
+    def preempt(self, req_id: str) -> None:
+        """Take the row, the blocks and the progress; tokens in flight will be drawn again."""
+        request = self.requests[req_id]
+        self._leave(request)
+        request.num_computed = request.num_in_flight = 0
+        request.num_preemptions += 1
+
+    def finish(self, req_id: str) -> ToyRequest:
+        """End a request; its id may be used again at once."""
+        request = self.requests.pop(req_id)
+        self._leave(request)
+        self.finished.append(request)
+        return request
+
+    def rewind(self, req_id: str, num_tokens: int) -> None:
+        """Take progress back: the request's last computed tokens run again, in the same blocks."""
+        self.requests[req_id].num_computed -= num_tokens
+
+    def plan(self, work: Work) -> StepPlan:
+        """Return the next step's plan: what happened since the last one, and the work."""
+        arrivals, continuations = [], []
+        scheduled = Scheduled(
+            req_ids=list(work),
+            num_tokens=list(work.values()),
+            num_computed_tokens=[],
+            num_known_tokens=[],
+        )
+        draws: list[tuple[ToyRequest, int]] = []
+        for req_id, num_tokens in work.items():
+            request = self.requests[req_id]
+            assert 0 < num_tokens <= request.num_left
+            new_blocks = self._grow(request, request.num_computed + num_tokens)
+            if not request.has_row:
+                arrivals.append(_arrival(request))
+            elif any(new_blocks):
+                continuations.append(Continuation(req_id=req_id, new_block_ids=new_blocks))
+            request.has_row = True
+            scheduled.num_computed_tokens.append(request.num_computed)
+            scheduled.num_known_tokens.append(request.num_known)
+            request.num_computed += num_tokens
+            if not request.num_left:
+                draws.append((request, request.num_preemptions))
+                request.num_in_flight += 1
+        departed, self._departed = self._departed, []
+        if work:
+            self._draws.append(draws)
+        return StepPlan(
+            departed=tuple(departed),
+            arrivals=tuple(arrivals),
+            continuations=tuple(continuations),
+            scheduled=scheduled,
+        )
+
+    def take(self, output: RunnerOutput) -> None:
+        """Take the output of the oldest step whose output was not taken."""
+        drawn = {
+            r: tokens for r, tokens in zip(output.req_ids, output.token_ids, strict=True) if tokens
+        }
+        draws = self._draws.popleft()
+        assert list(drawn) == [request.req_id for request, _ in draws]
+        for request, num_preemptions in draws:
+            if request.num_preemptions == num_preemptions:
+                request.outputs.extend(drawn[request.req_id])
+                request.num_in_flight -= 1
+
+    def _leave(self, request: ToyRequest) -> None:
+        if request.has_row:
+            self._departed.append(request.req_id)
+        request.has_row = False
+        for group, blocks in enumerate(request.blocks):
+            holders = self._holders[group]
+            holders.subtract(blocks)
+            self._free[group].extend(block for block in blocks if not holders[block])
+        request.blocks = [[] for _ in self._sizes]
+
+    def _grow(self, request: ToyRequest, num_tokens: int) -> tuple[list[int], ...]:
+        new_blocks = []
+        for group, size in enumerate(self._sizes):
+            missing = -(-num_tokens // size) - len(request.blocks[group])
+            blocks = [self._free[group].pop() for _ in range(missing)]
+            self._holders[group].update(blocks)
+            request.blocks[group].extend(blocks)
+            new_blocks.append(blocks)
+        return tuple(new_blocks)
+
+
+def play(
+    runner: Runner,
+    host: ToyHost,
+    story: Story,
+    num_steps: int,
+    *,
+    lag: int = 0,
+    after_step: Callable[[], None] = lambda: None,
+) -> None:
+    """Run a story.
+
+    Args:
+        runner: Under test.
+        host: Keeps what comes out.
+        story: What happens before each step.
+        num_steps: Calls of `story`.
+        lag: Steps that are queued before the host takes the output of the oldest; 0 waits for each.
+        after_step: Called when a step was queued.
+    """
+    pending: deque[PendingOutput] = deque()
+    for number in range(num_steps):
+        work = story(host, number)
+        plan = host.plan(work)
+        if work:
+            pending.append(runner.sample(runner.execute(plan)))
+        else:
+            runner.update_rows(plan)
+        after_step()
+        while len(pending) > lag:
+            host.take(pending.popleft().wait())
+    while pending:
+        host.take(pending.popleft().wait())
+
+
+def _arrival(request: ToyRequest) -> Arrival:
+    return Arrival(
+        req_id=request.req_id,
+        token_ids=request.prompt + request.outputs,
+        prompt_len=len(request.prompt),
+        num_computed_tokens=request.num_computed,
+        block_ids=tuple(list(blocks) for blocks in request.blocks),
+        sampling=request.sampling,
+    )
