@@ -66,7 +66,7 @@ class PendingOutput:
         layout = self._layout
         return RunnerOutput(
             req_ids=layout.req_ids,
-            token_ids=_split(self._token_ids.tolist(), layout.cu_num_logits.tolist()),
+            token_ids=_split(self._token_ids.tolist(), layout),
             logprobs=self._host_logprobs(),
             cu_num_logits=layout.cu_num_logits,
         )
@@ -78,5 +78,11 @@ class PendingOutput:
         return Logprobs(token_ids=token_ids.numpy(), values=values.numpy(), ranks=ranks.numpy())
 
 
-def _split(token_ids: list[int], cu_num_logits: list[int]) -> list[list[int]]:
-    return [token_ids[first:end] for first, end in pairwise(cu_num_logits)]
+def _split(token_ids: list[int], layout: BatchLayout) -> list[list[int]]:
+    if layout.max_num_logits == 1 and layout.num_logits == layout.num_reqs:
+        return [[token_id] for token_id in token_ids]
+    cu_num_logits = layout.cu_num_logits.tolist()
+    return [
+        token_ids[first:end]
+        for first, end in zip(cu_num_logits, cu_num_logits[1:], strict=False)
+    ]

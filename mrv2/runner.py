@@ -133,7 +133,8 @@ class Runner:
         commit_step(
             batch.rows,
             batch.seq_lens,
-            batch.cu_num_logits,
+            batch.logits_view.logit_rows,
+            batch.logits_view.positions,
             committed,
             self.requests.token_ids.tensor,
             self.requests.num_computed_tokens.tensor,

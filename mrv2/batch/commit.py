@@ -13,63 +13,78 @@ from mrv2.ops.twin import TwinOp
 def _commit_step_kernel(
     rows_ptr: tl.tensor,
     seq_lens_ptr: tl.tensor,
-    cu_num_logits_ptr: tl.tensor,
+    num_reqs: tl.tensor,
+    logit_rows_ptr: tl.tensor,
+    positions_ptr: tl.tensor,
     drawn_ptr: tl.tensor,
+    num_logits: tl.tensor,
     token_table_ptr: tl.tensor,
     token_table_stride: tl.tensor,
-    max_len: tl.tensor,
     num_computed_ptr: tl.tensor,
+    BLOCK: tl.constexpr,
 ) -> None:
-    batch_idx = tl.program_id(0)
-    row = tl.load(rows_ptr + batch_idx).to(tl.int64)
-    seq_len = tl.load(seq_lens_ptr + batch_idx)
-    tl.store(num_computed_ptr + row, seq_len)
-    first = tl.load(cu_num_logits_ptr + batch_idx)
-    end = tl.load(cu_num_logits_ptr + batch_idx + 1)
-    if (end > first) & (seq_len < max_len):
-        token_id = tl.load(drawn_ptr + end - 1).to(tl.int32)
-        tl.store(token_table_ptr + row * token_table_stride + seq_len, token_id)
+    index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    is_req = index < num_reqs
+    row = tl.load(rows_ptr + index, mask=is_req, other=0)
+    tl.store(num_computed_ptr + row, tl.load(seq_lens_ptr + index, mask=is_req), mask=is_req)
+    is_logit = index < num_logits
+    logit_row = tl.load(logit_rows_ptr + index, mask=is_logit, other=0).to(tl.int64)
+    position = tl.load(positions_ptr + index, mask=is_logit, other=0)
+    token_id = tl.load(drawn_ptr + index, mask=is_logit, other=0).to(tl.int32)
+    target = token_table_ptr + logit_row * token_table_stride + position
+    tl.store(target, token_id, mask=is_logit)
 
 
 def _commit_step_launch(
     rows: Tensor,
     seq_lens: Tensor,
-    cu_num_logits: Tensor,
+    logit_rows: Tensor,
+    positions: Tensor,
     drawn: Tensor,
     token_table: Tensor,
     num_computed_tokens: Tensor,
 ) -> Launch:
-    table = (token_table, token_table.stride(0), token_table.shape[1])
-    args = (rows, seq_lens, cu_num_logits, drawn, *table, num_computed_tokens)
-    return Launch(_commit_step_kernel, (rows.shape[0],), args, {}, num_warps=1)
+    block = 256
+    num_reqs, num_logits = rows.shape[0], drawn.shape[0]
+    args = (
+        rows,
+        seq_lens,
+        num_reqs,
+        logit_rows,
+        positions,
+        drawn,
+        num_logits,
+        token_table,
+        token_table.stride(0),
+        num_computed_tokens,
+    )
+    grid = (triton.cdiv(max(num_reqs, num_logits), block),)
+    return Launch(_commit_step_kernel, grid, args, {"BLOCK": block})
 
 
 def _commit_step_reference(
     rows: Tensor,
     seq_lens: Tensor,
-    cu_num_logits: Tensor,
+    logit_rows: Tensor,
+    positions: Tensor,
     drawn: Tensor,
     token_table: Tensor,
     num_computed_tokens: Tensor,
 ) -> None:
-    """Advance each row past the tokens of the step and append the token that its last logit drew.
-
-    A request without logits only advances. A token drawn at the very end of a full row has no place
-    and is not kept: its request ends with it.
+    """Advance each row past the tokens of the step, and put each drawn token at its position.
 
     Args:
         rows: [num_reqs] int32. Batch position -> row.
         seq_lens: [num_reqs] int32. Computed tokens with this step's; becomes the row's progress.
-        cu_num_logits: [num_reqs + 1] int32. First logit of each request.
+        logit_rows: [num_logits] int32. Logit -> row.
+        positions: [num_logits] int64. Position of the token that each logit drew.
         drawn: [num_logits] int64. Token ids.
-        token_table: [max_rows, max_len] int32. Written at (row, seq_len).
-        num_computed_tokens: [max_rows] int32. Written at row.
+        token_table: [max_rows, max_len + 1] int32. Written at (logit_rows, positions). The last
+            column takes the token that a row's last logit draws when the row is full.
+        num_computed_tokens: [max_rows] int32. Written at rows.
     """
-    num_computed_tokens.index_copy_(0, rows.long(), seq_lens)
-    batch_idx = torch.repeat_interleave(cu_num_logits.diff().clamp_(max=1), output_size=None)
-    drawing = batch_idx[seq_lens[batch_idx] < token_table.shape[1]]
-    last = cu_num_logits[1:][drawing] - 1
-    token_table[rows[drawing], seq_lens[drawing]] = drawn[last].to(torch.int32)
+    num_computed_tokens[rows] = seq_lens
+    token_table[logit_rows, positions] = drawn.to(torch.int32)
 
 
 commit_step = TwinOp(

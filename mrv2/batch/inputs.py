@@ -7,7 +7,6 @@ without the host having seen it.
 
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 import triton
 import triton.language as tl
@@ -90,9 +89,14 @@ def _gather_tokens_reference(
         positions: [num_tokens] int64. Written.
         seq_lens: [num_reqs] int32. Written: computed tokens with this step's.
     """
+    first = num_computed_tokens[rows]
+    if max_query_len == 1 and rows.shape[0] == positions.shape[0]:  # every request has one token
+        positions.copy_(first)
+        torch.add(first, 1, out=seq_lens)
+        input_ids.copy_(token_table[rows, first])
+        return
     query_lens = query_start_loc.diff()
     batch_idx = torch.repeat_interleave(query_lens, output_size=positions.shape[0])
-    first = num_computed_tokens.index_select(0, rows)
     torch.add(first, query_lens, out=seq_lens)
     torch.add(
         (first - query_start_loc[:-1])[batch_idx], torch.arange(positions.shape[0]), out=positions
@@ -142,6 +146,7 @@ def _locate_logits_launch(
     query_start_loc: Tensor,
     cu_num_logits: Tensor,
     seq_lens: Tensor,
+    max_num_logits: int,
     logits_indices: Tensor,
     logit_rows: Tensor,
     positions: Tensor,
@@ -155,6 +160,7 @@ def _locate_logits_reference(
     query_start_loc: Tensor,
     cu_num_logits: Tensor,
     seq_lens: Tensor,
+    max_num_logits: int,
     logits_indices: Tensor,
     logit_rows: Tensor,
     positions: Tensor,
@@ -168,16 +174,22 @@ def _locate_logits_reference(
         cu_num_logits: [num_reqs + 1] int32. First logit of each request; the last entry is
             `num_logits`.
         seq_lens: [num_reqs] int32. Computed tokens with this step's.
+        max_num_logits: Logits of the request that wants most.
         logits_indices: [num_logits] int32. Written: logit -> token of the batch.
         logit_rows: [num_logits] int32. Written: logit -> row.
         positions: [num_logits] int64. Written: position of the token that the logit draws, one past
             its own.
     """
-    num_logits = cu_num_logits.diff()
-    batch_idx = torch.repeat_interleave(num_logits, output_size=positions.shape[0])
-    behind = cu_num_logits[1:][batch_idx] - torch.arange(positions.shape[0])
-    logits_indices.copy_(query_start_loc[1:][batch_idx] - behind)
-    logit_rows.copy_(rows[batch_idx])
+    if max_num_logits == 1 and rows.shape[0] == positions.shape[0]:  # every request wants one
+        torch.sub(query_start_loc[1:], 1, out=logits_indices)
+        logit_rows.copy_(rows)
+        positions.copy_(seq_lens)
+        return
+    batch_idx = torch.repeat_interleave(cu_num_logits.diff(), output_size=positions.shape[0])
+    following = batch_idx + 1
+    behind = cu_num_logits[following] - torch.arange(positions.shape[0], dtype=torch.int32)
+    torch.sub(query_start_loc[following], behind, out=logits_indices)
+    torch.index_select(rows, 0, batch_idx, out=logit_rows)
     positions.copy_(seq_lens[batch_idx] - behind + 1)
 
 
@@ -252,9 +264,7 @@ def prepare_inputs(
 ) -> InputBatch:
     """Queue everything that turns a layout into device inputs: one upload, then kernels."""
     num_reqs, num_tokens = layout.num_reqs, layout.num_tokens
-    uploaded = transfers.upload(
-        np.concatenate((layout.rows, layout.query_start_loc, layout.cu_num_logits))
-    )
+    uploaded = transfers.upload(layout.packed)
     rows, query_start_loc, cu_num_logits = uploaded.split((num_reqs, num_reqs + 1, num_reqs + 1))
     input_ids, positions = buffers.input_ids[:num_tokens], buffers.positions[:num_tokens]
     seq_lens = buffers.seq_lens[:num_reqs]
@@ -306,7 +316,14 @@ def _locate(
     logit_rows = torch.empty(num_logits, dtype=torch.int32, device=device)
     positions = torch.empty(num_logits, dtype=torch.int64, device=device)
     locate_logits(
-        rows, query_start_loc, cu_num_logits, seq_lens, logits_indices, logit_rows, positions
+        rows,
+        query_start_loc,
+        cu_num_logits,
+        seq_lens,
+        layout.max_num_logits,
+        logits_indices,
+        logit_rows,
+        positions,
     )
     return logits_indices, LogitsView(
         logit_rows=logit_rows, positions=positions, rows_np=layout.logit_rows

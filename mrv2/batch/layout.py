@@ -34,12 +34,17 @@ class BatchLayout:
     cu_num_logits: Int32
     """[num_reqs + 1]. Inclusive prefix sums of the logits that each request wants, with a leading
     zero."""
+    packed: Int32
+    """[3 * num_reqs + 2]. `rows`, `query_start_loc` and `cu_num_logits` one after the other: what is
+    uploaded. The latter two are views of it."""
     logit_rows: Int32
     """[num_logits]. Logit -> state row."""
     num_tokens: int
     num_logits: int
     max_query_len: int
     max_seq_len: int
+    max_num_logits: int
+    """Logits of the request that wants most."""
 
     @property
     def num_reqs(self) -> int:
@@ -56,12 +61,19 @@ def layout_batch(scheduled: Scheduled, rows: Int32) -> BatchLayout:
         scheduled: The step's requests; at least one.
         rows: [num_reqs]. Their state rows.
     """
-    query_lens = np.array(scheduled.num_tokens, dtype=np.int32)
-    num_computed_tokens = np.array(scheduled.num_computed_tokens, dtype=np.int32)
+    query_lens, num_computed_tokens, num_known_tokens = np.array(
+        (scheduled.num_tokens, scheduled.num_computed_tokens, scheduled.num_known_tokens),
+        dtype=np.int32,
+    )
+    num_reqs = len(rows)
     seq_lens = num_computed_tokens + query_lens
-    num_logits = (seq_lens == np.array(scheduled.num_known_tokens, dtype=np.int32)).astype(np.int32)
-    query_start_loc = _prefix_sums(query_lens)
-    cu_num_logits = _prefix_sums(num_logits)
+    num_logits = seq_lens == num_known_tokens
+    packed = np.zeros(3 * num_reqs + 2, dtype=np.int32)
+    packed[:num_reqs] = rows
+    query_start_loc = packed[num_reqs : 2 * num_reqs + 1]
+    cu_num_logits = packed[2 * num_reqs + 1 :]
+    np.cumsum(query_lens, out=query_start_loc[1:])
+    np.cumsum(num_logits, out=cu_num_logits[1:])
     return BatchLayout(
         req_ids=scheduled.req_ids,
         rows=rows,
@@ -70,15 +82,11 @@ def layout_batch(scheduled: Scheduled, rows: Int32) -> BatchLayout:
         seq_lens=seq_lens,
         query_start_loc=query_start_loc,
         cu_num_logits=cu_num_logits,
-        logit_rows=np.repeat(rows, num_logits),
+        packed=packed,
+        logit_rows=rows[num_logits],
         num_tokens=int(query_start_loc[-1]),
         num_logits=int(cu_num_logits[-1]),
         max_query_len=int(query_lens.max()),
         max_seq_len=int(seq_lens.max()),
+        max_num_logits=1,
     )
-
-
-def _prefix_sums(counts: Int32) -> Int32:
-    sums = np.zeros(len(counts) + 1, dtype=np.int32)
-    np.cumsum(counts, out=sums[1:])
-    return sums

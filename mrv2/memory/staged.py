@@ -170,15 +170,18 @@ def _word(dtype: torch.dtype) -> torch.dtype:
     return torch.int32 if dtype.itemsize == 4 else torch.int64
 
 
-def _pack(writes: list[_Write], dtype: np.dtype[np.generic]) -> tuple[npt.NDArray[np.generic], int]:
-    lengths = [len(value) for _, _, value in writes]
-    packed = np.empty(len(writes) * _HEADER + sum(lengths), dtype=dtype)
-    offset = len(writes) * _HEADER
-    for index, ((row, start, value), length) in enumerate(zip(writes, lengths, strict=True)):
-        packed[index * _HEADER : (index + 1) * _HEADER] = (row, start, length, offset)
-        packed[offset : offset + length] = value
-        offset += length
-    return packed, max(lengths)
+def _pack(
+    writes: list[_Write], dtype: np.dtype[np.generic]
+) -> tuple[npt.NDArray[np.generic], int]:
+    rows, starts, values = zip(*writes, strict=True)
+    lengths = np.fromiter(map(len, values), dtype=np.int64, count=len(writes))
+    ends = np.cumsum(lengths) + len(writes) * _HEADER
+    packed = np.empty(int(ends[-1]), dtype=dtype)
+    header = packed[: len(writes) * _HEADER].reshape(len(writes), _HEADER)
+    for column, field in enumerate((rows, starts, lengths, ends - lengths)):
+        header[:, column] = field
+    np.concatenate(values, out=packed[len(writes) * _HEADER :])
+    return packed, int(lengths.max())
 
 
 def _without_overlaps(writes: list[_Write]) -> list[_Write]:

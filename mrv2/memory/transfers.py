@@ -10,7 +10,7 @@ On a CPU the path is the same, without pinning and without events.
 """
 
 from collections.abc import Callable
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -31,36 +31,52 @@ def queue_copy(destination: Tensor, source: Tensor) -> None:
     destination.copy_(source, non_blocking=True)
 
 
+class _Chunk:
+    """Host bytes with their views as numpy arrays and as tensors, made once: views cost more than small copies."""
+
+    def __init__(self, num_bytes: int, pinned: bool) -> None:
+        self.num_bytes = num_bytes
+        self._bytes = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=pinned)
+        self._views: dict[np.dtype[Any], tuple[npt.NDArray[Any], Tensor]] = {}
+
+    def views(self, dtype: np.dtype[Any]) -> tuple[npt.NDArray[Any], Tensor]:
+        """Return the whole chunk as an array and as a tensor of a type."""
+        if dtype not in self._views:
+            array = self._bytes.numpy().view(dtype)
+            self._views[dtype] = array, torch.from_numpy(array)
+        return self._views[dtype]
+
+
 class _StagingBuffer:
     """Host bytes of one step: handed out from the front, and taken back all at once."""
 
     def __init__(self, pinned: bool) -> None:
         self._pinned = pinned
-        self._chunks = [self._chunk(_FIRST_CHUNK)]
+        self._chunks = [_Chunk(_FIRST_CHUNK, pinned)]
         self._used = 0
         self.released: torch.cuda.Event | None = None
 
     def reset(self) -> None:
         """Take every byte back; several chunks become one that is large enough for all."""
         if len(self._chunks) > 1:
-            self._chunks = [self._chunk(sum(chunk.numel() for chunk in self._chunks))]
+            total = sum(chunk.num_bytes for chunk in self._chunks)
+            self._chunks = [_Chunk(total, self._pinned)]
         self._used = 0
 
-    def take(self, values: npt.NDArray[np.generic]) -> Tensor:
+    def take(self, values: npt.NDArray[Any]) -> Tensor:
         """Return a host tensor of the values' dtype and shape that holds a copy of them."""
         num_bytes = values.nbytes
-        if self._used + num_bytes > self._chunks[-1].numel():
-            self._chunks.append(self._chunk(max(num_bytes, 2 * self._chunks[-1].numel())))
+        if self._used + num_bytes > self._chunks[-1].num_bytes:
+            larger = max(num_bytes, 2 * self._chunks[-1].num_bytes)
+            self._chunks.append(_Chunk(-(-larger // _ALIGNMENT) * _ALIGNMENT, self._pinned))
             self._used = 0
-        start = self._used
+        array, tensor = self._chunks[-1].views(values.dtype)
+        start = self._used // values.itemsize
+        end = start + values.size
         self._used += -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
-        source = torch.from_numpy(np.ascontiguousarray(values))
-        taken = self._chunks[-1][start : start + num_bytes].view(source.dtype).view(source.shape)
-        taken.copy_(source)
-        return taken
-
-    def _chunk(self, num_bytes: int) -> Tensor:
-        return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=self._pinned)
+        array[start:end] = values.reshape(-1)
+        taken = tensor[start:end]
+        return taken if values.ndim == 1 else taken.view(values.shape)
 
 
 class Transfers:
@@ -90,7 +106,7 @@ class Transfers:
         self._ring[following].reset()
         self._current = following
 
-    def upload(self, values: npt.NDArray[np.generic], out: Tensor | None = None) -> Tensor:
+    def upload(self, values: npt.NDArray[Any], out: Tensor | None = None) -> Tensor:
         """Queue a copy of host values to the device.
 
         Args:

@@ -8,7 +8,7 @@ has no samples.
 
 import inspect
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Generic, ParamSpec
 
 import torch
@@ -61,10 +61,7 @@ class TwinOp(Generic[P]):
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> None:
         """Run the kernel on a GPU or under the interpreter, the reference otherwise."""
-        values = (*args, *kwargs.values())
-        if INTERPRETED or any(
-            isinstance(value, torch.Tensor) and value.is_cuda for value in values
-        ):
+        if INTERPRETED or _on_gpu((*args, *kwargs.values())):
             self.launch(*args, **kwargs).run()
         else:
             self.reference(*args, **kwargs)
@@ -73,6 +70,14 @@ class TwinOp(Generic[P]):
 def registered_ops() -> Iterator["TwinOp[...]"]:
     """Yield every op that was defined by the modules imported so far, in order of definition."""
     yield from _REGISTRY.values()
+
+
+def _on_gpu(values: Iterable[object]) -> bool:
+    """Say where an op's tensors are; the first tells, since all are on one device."""
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            return value.is_cuda
+    return False
 
 
 def _parameters(function: Callable[..., object]) -> tuple[str, ...]:

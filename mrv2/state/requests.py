@@ -28,7 +28,7 @@ class RequestColumns:
     def __init__(self, max_num_reqs: int, max_model_len: int, transfers: Transfers) -> None:
         device = transfers.device
         self.token_ids = StagedWriteTensor(
-            (max_num_reqs, max_model_len), torch.int32, device, transfers
+            (max_num_reqs, max_model_len + 1), torch.int32, device, transfers
         )
         self.num_computed_tokens = StagedWriteTensor(
             (max_num_reqs,), torch.int32, device, transfers

@@ -16,7 +16,7 @@ from mrv2_diff.samples.sample import (
     strided,
 )
 
-_MAX_ROWS = 13
+_MAX_ROWS = 400
 _MAX_LEN = 700
 _QUERIES = (
     ("one token", [1]),
@@ -66,6 +66,7 @@ def _locate_logits(generator: torch.Generator) -> Iterator[Sample]:
                 "query_start_loc": prefix_sums(query_lens),
                 "cu_num_logits": prefix_sums(num_logits),
                 "seq_lens": num_computed + torch.tensor(query_lens, dtype=torch.int32),
+                "max_num_logits": max(num_logits),
                 "logits_indices": sentinels(sum(num_logits), dtype=torch.int32),
                 "logit_rows": sentinels(sum(num_logits), dtype=torch.int32),
                 "positions": sentinels(sum(num_logits), dtype=torch.int64),
@@ -74,20 +75,28 @@ def _locate_logits(generator: torch.Generator) -> Iterator[Sample]:
 
 
 def _commit_step(generator: torch.Generator) -> Iterator[Sample]:
+    many = 257
     for name, num_logits, seq_lens in (
         ("one", [1], [1]),
         ("some without logits", [1, 0, 1, 1, 0], [5, 3, 1, 699, 700]),
         ("several logits a request", [3, 0, 1, 5], [9, 4, 2, 30]),
-        ("full rows keep nothing", [1, 1, 0], [700, 699, 700]),
+        ("more logits than requests", [300, 2], [400, 3]),
+        ("more than a block", [1, 0] * (many // 2) + [1], list(range(1, many + 1))),
+        ("full rows use the last column", [1, 1, 0], [700, 699, 700]),
         ("none draws", [0, 0], [7, 11]),
     ):
-        table = sentinels(_MAX_ROWS, _MAX_LEN, dtype=torch.int32)
+        rows = scattered_rows(len(num_logits), _MAX_ROWS, generator)
+        counts = torch.tensor(num_logits)
+        lengths = torch.tensor(seq_lens, dtype=torch.int32)
+        behind = torch.cat([torch.arange(count, 0, -1) for count in num_logits])
+        table = sentinels(_MAX_ROWS, _MAX_LEN + 1, dtype=torch.int32)
         yield Sample(
             name=name,
             arguments={
-                "rows": scattered_rows(len(num_logits), _MAX_ROWS, generator),
-                "seq_lens": torch.tensor(seq_lens, dtype=torch.int32),
-                "cu_num_logits": prefix_sums(num_logits),
+                "rows": rows,
+                "seq_lens": lengths,
+                "logit_rows": rows.repeat_interleave(counts),
+                "positions": lengths.long().repeat_interleave(counts) - behind + 1,
                 "drawn": integers(0, 50_000, (sum(num_logits),), torch.int64, generator),
                 "token_table": strided(table, gap=3),
                 "num_computed_tokens": sentinels(_MAX_ROWS, dtype=torch.int32),
