@@ -1,0 +1,177 @@
+"""Engines on a CUDA device, ours against V1's: tokens, logprobs, and no wait for the device.
+
+Each runs eagerly in a process of its own, with async scheduling, prefix caching, and a KV cache so
+small that requests are preempted. Where the environment variable `OUT` names a folder, the figures
+are written there.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from mrv2_diff.drivers.compare import Agreement, agreement
+from mrv2_diff.drivers.one_engine import OURS, Job, Outcome, Watch, run_job
+from mrv2_diff.models import ModelSpec, cached_model
+
+pytestmark = [pytest.mark.gpu, pytest.mark.vllm, pytest.mark.slow]
+
+V1 = "vllm.v1.worker.gpu_model_runner.GPUModelRunner"
+NUM_REQUESTS = 64
+VOCABULARY = range(4, 244)
+ENGINE: dict[str, Any] = {
+    "enforce_eager": True,
+    "seed": 0,
+    "max_model_len": 512,
+    "max_num_seqs": NUM_REQUESTS,
+    "max_num_batched_tokens": 512,
+    "block_size": 16,
+    "num_gpu_blocks_override": 400,
+    "enable_prefix_caching": True,
+    "gpu_memory_utilization": 0.1,
+    "kv_cache_memory_bytes": 1 << 30,
+}
+KINDS = {
+    "bfloat16-FLASH_ATTN": {"dtype": "bfloat16", "attention_backend": "FLASH_ATTN"},
+    "bfloat16-TRITON_ATTN": {"dtype": "bfloat16", "attention_backend": "TRITON_ATTN"},
+    "float32-TRITON_ATTN": {"dtype": "float32", "attention_backend": "TRITON_ATTN"},
+}
+BOUNDS = {"bfloat16": 0.15, "float32": 0.02}
+"""Of a logprob's difference, and of the gap at which tokens may part. The logits reach 15, where
+bfloat16 steps by 0.0625; Triton multiplies float32 in attention with 10 bits of fraction."""
+MOST_DIVERGENCES = NUM_REQUESTS // 4
+NO_WAIT = "no-wait"
+CHECKED_FROM = 12
+"""Step from which nothing may wait: all prompts are in, and every kernel was compiled."""
+
+
+def prompts() -> list[list[int]]:
+    """Of 5 to 204 tokens; every other one starts with the same 64."""
+    shared = [VOCABULARY[(7 * place) % 240] for place in range(64)]
+    made = []
+    for number in range(NUM_REQUESTS):
+        own = [
+            VOCABULARY[(number * 31 + place * place) % 240]
+            for place in range(5 + (number * 37) % 200)
+        ]
+        made.append((shared + own)[:204] if number % 2 else own)
+    return made
+
+
+def parity_job(model: str, kind: str) -> Job:
+    return Job(
+        model=model,
+        engine={**ENGINE, **KINDS[kind]},
+        prompts=prompts(),
+        max_tokens=[40 + number % 61 for number in range(NUM_REQUESTS)],
+        logprobs=[5] * NUM_REQUESTS,
+    )
+
+
+def no_wait_job(model: str) -> Job:
+    """Long steady decoding of a batch in which some want logprobs."""
+    return Job(
+        model=model,
+        engine={**ENGINE, **KINDS["bfloat16-FLASH_ATTN"]},
+        prompts=[[VOCABULARY[number], 9, 20] for number in range(16)],
+        max_tokens=[100] * 16,
+        logprobs=[3 if number % 2 else None for number in range(16)],
+        check_syncs_from=CHECKED_FROM,
+    )
+
+
+@pytest.fixture(scope="module")
+def outcomes() -> dict[tuple[str, str], Outcome | RuntimeError]:
+    """What every engine did, by kind and runner; all run at once, since only results count."""
+    model = str(cached_model(ModelSpec()))
+    jobs = {(kind, runner): parity_job(model, kind) for kind in KINDS for runner in ("mrv2", "v1")}
+    jobs[NO_WAIT, "mrv2"] = no_wait_job(model)
+
+    def run(key: tuple[str, str]) -> Outcome | RuntimeError:
+        try:
+            return run_job(jobs[key], key[1])
+        except RuntimeError as error:
+            return error
+
+    with ThreadPoolExecutor(len(jobs)) as pool:
+        return dict(zip(jobs, pool.map(run, jobs), strict=True))
+
+
+def done(
+    outcomes: dict[tuple[str, str], Outcome | RuntimeError], kind: str, runner: str
+) -> Outcome:
+    outcome = outcomes[kind, runner]
+    if isinstance(outcome, RuntimeError):
+        pytest.fail(str(outcome))
+    return outcome
+
+
+def write_figures(name: str, found: Agreement, ours: Outcome, theirs: Outcome) -> None:
+    """Add one comparison to `parity.json` in the folder that OUT names."""
+    folder = os.environ.get("OUT")
+    if folder is None:
+        return
+    path = Path(folder) / "parity.json"
+    figures = json.loads(path.read_text()) if path.is_file() else {}
+    sides = {
+        side: {**dataclasses.asdict(outcome), "continuations": None}
+        for side, outcome in (("ours", ours), ("theirs", theirs))
+    }
+    figures[name] = {**dataclasses.asdict(found), **sides}
+    path.write_text(json.dumps(figures, indent=1))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_engine_is_what_it_should_be(outcomes: Any, kind: str) -> None:
+    ours, theirs = done(outcomes, kind, "mrv2"), done(outcomes, kind, "v1")
+    assert (ours.runner_class, theirs.runner_class) == (OURS, V1)
+    for outcome in (ours, theirs):
+        assert outcome.async_scheduling
+        assert outcome.preemptions > 0
+        assert outcome.attention == [KINDS[kind]["attention_backend"]]
+        assert sum(len(made.token_ids) for made in outcome.continuations) == sum(
+            40 + number % 61 for number in range(NUM_REQUESTS)
+        )
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_tokens_and_logprobs_are_v1s(outcomes: Any, kind: str) -> None:
+    ours, theirs = done(outcomes, kind, "mrv2"), done(outcomes, kind, "v1")
+    found = agreement(ours, theirs)
+    write_figures(kind, found, ours, theirs)
+    bound = BOUNDS[KINDS[kind]["dtype"]]
+    assert found.num_logprobs > 6 * 1000
+    assert found.largest_logprob_difference <= bound
+    parted = [each for each in found.divergences if each.gap is None or each.gap > bound]
+    assert not parted, f"{len(parted)} of {len(found.divergences)} parted for good: {parted[:4]}"
+    assert len(found.divergences) <= MOST_DIVERGENCES
+
+
+def test_nothing_waits_for_the_device_in_a_steady_step(outcomes: Any) -> None:
+    outcome = done(outcomes, NO_WAIT, "mrv2")
+    assert outcome.runner_class == OURS
+    assert outcome.async_scheduling
+    assert outcome.steps_checked > 60
+
+
+def test_a_wait_would_be_seen() -> None:
+    import torch
+
+    def waiting(*_: object) -> float:
+        return float(torch.ones(1, device="cuda").sum())
+
+    runner = SimpleNamespace(execute_model=waiting, sample_tokens=waiting)
+    watch = Watch(runner, check_syncs_from=1)
+    step = SimpleNamespace(total_num_scheduled_tokens=1, preempted_req_ids=None)
+    with pytest.raises(RuntimeError, match="synchronizing"):
+        runner.execute_model(step)
+    with pytest.raises(RuntimeError, match="synchronizing"):
+        runner.sample_tokens(None)
+    assert watch.steps_checked == 1

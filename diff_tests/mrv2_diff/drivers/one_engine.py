@@ -1,0 +1,194 @@
+"""One vLLM engine in a process of its own: prompts go in, tokens and evidence come out.
+
+`MRV2_RUNNER` acts while vLLM is imported, so an engine as its users start it, with one runner or
+the other, needs a process for each. `run_job` starts this module as a program and hands it a `Job`;
+inside, the engine lives in the program's own process, so that its worker can be asked what it is.
+"""
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+TIME_LIMIT_S = 400
+"""For one job, the start of its engine included."""
+
+OURS = "mrv2_compat.vllm_v1.runner.VllmRunner"
+"""Class of our runner, as an outcome names it."""
+
+_ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the worker lives in the program's process
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    "HF_HUB_OFFLINE": "1",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """What one engine is to do: greedy continuations of prompts, all asked for at once."""
+
+    model: str
+    """Folder of the checkpoint."""
+    engine: dict[str, Any]
+    """Arguments of vLLM's `LLM`."""
+    prompts: list[list[int]]
+    max_tokens: list[int]
+    """For each prompt; nothing else ends a continuation."""
+    logprobs: list[int | None]
+    """For each prompt."""
+    check_syncs_from: int | None = None
+    """Step from which a call that waits for the device fails inside `execute_model` and
+    `sample_tokens`; None never checks. CUDA only."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Continuation:
+    """What became of one prompt."""
+
+    token_ids: list[int]
+    logprobs: list[list[float]]
+    """For each token its own, then the likeliest in falling order; empty where none were wanted."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """What one engine did, and what it was."""
+
+    runner_class: str
+    steps: int
+    """Calls of `execute_model` that ran tokens."""
+    preemptions: int
+    steps_checked: int
+    """Steps that ran while a wait for the device would have failed."""
+    async_scheduling: bool
+    compiled_graphs: int
+    """Graphs that torch.compile made."""
+    attention: list[str]
+    """Names of the attention backends."""
+    continuations: list[Continuation] = field(default_factory=list)
+
+
+def run_job(job: Job, runner: str, environ: Mapping[str, str] | None = None) -> Outcome:
+    """Run a job in a new process under `MRV2_RUNNER=runner`.
+
+    Args:
+        job: What to do.
+        runner: A value of `MRV2_RUNNER`.
+        environ: More variables for the process.
+
+    Raises:
+        RuntimeError: The program failed; with the end of its output.
+    """
+    dropped = ("MRV2_RUNNER", "MRV2_RUNNER_SET_FLAG", "MRV2_RUNNER_DECISION")
+    clean = {name: value for name, value in os.environ.items() if name not in dropped}
+    with tempfile.TemporaryDirectory(prefix="mrv2-job-") as folder:
+        answer = Path(folder) / "outcome.json"
+        done = subprocess.run(
+            [sys.executable, "-m", __name__, str(answer)],
+            input=json.dumps(dataclasses.asdict(job)),
+            env={**clean, **_ENVIRONMENT, **(environ or {}), "MRV2_RUNNER": runner},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            check=False,
+            timeout=TIME_LIMIT_S,
+        )
+        if done.returncode != 0 or not answer.is_file():
+            raise RuntimeError(f"{runner} ended with {done.returncode}:\n{done.stdout[-6000:]}")
+        return _read_outcome(json.loads(answer.read_text()))
+
+
+def _read_outcome(values: dict[str, Any]) -> Outcome:
+    continuations = [Continuation(**entry) for entry in values.pop("continuations")]
+    return Outcome(**values, continuations=continuations)
+
+
+class Watch:
+    """Counts what a runner does, and forbids waits for the device from a given step on."""
+
+    def __init__(self, runner: Any, check_syncs_from: int | None) -> None:
+        self.steps = self.preemptions = self.steps_checked = 0
+        self._check_from = check_syncs_from
+        self._execute, self._sample = runner.execute_model, runner.sample_tokens
+        runner.execute_model, runner.sample_tokens = self._execute_model, self._sample_tokens
+
+    def _execute_model(self, scheduler_output: Any, *rest: Any) -> Any:
+        self.steps += scheduler_output.total_num_scheduled_tokens > 0
+        self.preemptions += len(scheduler_output.preempted_req_ids or ())
+        self.steps_checked += self._checks
+        return self._guarded(self._execute, scheduler_output, *rest)
+
+    def _sample_tokens(self, grammar_output: Any) -> Any:
+        return self._guarded(self._sample, grammar_output)
+
+    @property
+    def _checks(self) -> bool:
+        return self._check_from is not None and self.steps >= self._check_from
+
+    def _guarded(self, function: Any, *arguments: Any) -> Any:
+        if not self._checks:
+            return function(*arguments)
+        import torch
+
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            return function(*arguments)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+
+def _run(job: Job) -> Outcome:
+    from torch._dynamo.utils import counters
+    from vllm import LLM, SamplingParams
+
+    llm = LLM(model=job.model, skip_tokenizer_init=True, **job.engine)
+    engine = llm.llm_engine
+    runner = engine.model_executor.driver_worker.worker.model_runner
+    watch = Watch(runner, job.check_syncs_from)
+    parameters = [
+        SamplingParams(
+            temperature=0, max_tokens=limit, logprobs=count, ignore_eos=True, detokenize=False
+        )
+        for limit, count in zip(job.max_tokens, job.logprobs, strict=True)
+    ]
+    prompts = [{"prompt_token_ids": prompt} for prompt in job.prompts]
+    finished = llm.generate(prompts, parameters, use_tqdm=False)
+    groups = runner.attn_groups
+    return Outcome(
+        runner_class=f"{type(runner).__module__}.{type(runner).__qualname__}",
+        steps=watch.steps,
+        preemptions=watch.preemptions,
+        steps_checked=watch.steps_checked,
+        async_scheduling=bool(engine.vllm_config.scheduler_config.async_scheduling),
+        compiled_graphs=counters["stats"]["unique_graphs"],
+        attention=sorted({group.backend.get_name() for row in groups for group in row}),
+        continuations=[_continuation(request.outputs[0]) for request in finished],
+    )
+
+
+def _continuation(output: Any) -> Continuation:
+    token_ids = list(output.token_ids)
+    rows = []
+    for token_id, row in zip(token_ids, output.logprobs or (), strict=False):
+        others = sorted((entry.logprob for entry in row.values()), reverse=True)
+        rows.append([row[token_id].logprob, *others])
+    return Continuation(token_ids=token_ids, logprobs=rows)
+
+
+def main() -> None:
+    """Read a job from standard input and write its outcome into the file that is named."""
+    outcome = _run(Job(**json.load(sys.stdin)))
+    Path(sys.argv[1]).write_text(json.dumps(dataclasses.asdict(outcome)))
+
+
+if __name__ == "__main__":
+    main()
