@@ -1,7 +1,7 @@
 """One step, from a plan to an output, in the order in which it happens.
 
 `execute` and `sample` queue work on the current stream and return; only `PendingOutput.wait`
-blocks. Rows change on the host in `_update_rows` and nowhere else, and on the device in the staged
+blocks. Rows change on the host in `_apply_events` and nowhere else, and on the device in the staged
 writes that follow it and in `commit_step` at the end. The next step may be planned and queued
 before this one's output was waited for: nothing that it needs has to come back to the host first.
 """
@@ -10,13 +10,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 from torch import Tensor
 
 from mrv2.batch.commit import commit_step
 from mrv2.batch.inputs import InputBatch, InputBuffers, prepare_inputs
 from mrv2.batch.layout import layout_batch
 from mrv2.config import RunnerConfig
-from mrv2.errors import CapacityError, ConfigError, ProtocolError
+from mrv2.errors import ConfigError, ProtocolError
 from mrv2.graphs.shape import choose
 from mrv2.memory.transfers import Transfers
 from mrv2.output import PendingOutput
@@ -24,6 +25,7 @@ from mrv2.plan import StepPlan
 from mrv2.ports import AttentionPlanner, ForwardInputs, Model
 from mrv2.sampling.sampler import Sampler
 from mrv2.state.block_tables import BlockTables
+from mrv2.state.check import check_events, check_work
 from mrv2.state.protocol import RowState
 from mrv2.state.requests import RequestColumns
 from mrv2.state.rows import RowTable
@@ -78,13 +80,15 @@ class Runner:
         """Queue one step up to the hidden states. Never blocks.
 
         Raises:
-            CapacityError: More tokens or rows than were allocated.
-            ProtocolError: The last step was not sampled, or a scheduled request has no row.
+            CapacityError: More tokens, rows or blocks than were allocated.
+            ConfigError: An arrival asks for what this runner cannot give.
+            ProtocolError: The last step was not sampled, or the plan contradicts itself or the
+                rows. After any of these the rows are as they were.
         """
         self._check(plan)
         self.trace.record("plan", plan)
         self.transfers.begin_step()
-        self.update_rows(plan)
+        self._apply_events(plan)
         scheduled = plan.scheduled
         layout = layout_batch(scheduled, self.rows.rows(scheduled.req_ids))
         self.requests.agree(layout.rows, layout.num_computed_tokens)
@@ -117,19 +121,23 @@ class Runner:
 
         Raises:
             ProtocolError: The step was sampled already or is not the last one, or `forced` has the
-                wrong length.
+                wrong length. The step can still be sampled after the latter.
+            ConfigError: A forced token is outside the vocabulary. The step can still be sampled.
         """
         if step.number != self._num_sampled + 1:
             raise ProtocolError(
                 f"step {step.number} cannot be sampled; step {self._num_sampled + 1} is next"
             )
-        self._num_sampled = step.number
         batch = step.batch
+        forced_ids = None if forced is None else self._forced_ids(batch, forced)
+        self._num_sampled = step.number
         logits = self._model.compute_logits(step.hidden[batch.logits_indices])
         self.trace.record("logits", logits)
         sampled = self.sampler(logits, batch.logits_view)
         pending = PendingOutput(batch.layout, sampled, self.transfers)
-        committed = sampled.token_ids if forced is None else self._upload_forced(batch, forced)
+        committed = sampled.token_ids
+        if forced_ids is not None:
+            committed = self.transfers.upload(forced_ids)
         commit_step(
             batch.rows,
             batch.seq_lens,
@@ -143,7 +151,15 @@ class Runner:
         return pending
 
     def update_rows(self, plan: StepPlan) -> None:
-        """Apply a plan's lifecycle events on the host: departures, arrivals, new blocks."""
+        """Apply a plan's lifecycle events on the host, for a step that runs nothing.
+
+        Raises:
+            CapacityError, ConfigError, ProtocolError: As `execute`.
+        """
+        check_events(plan, self.config, self.rows, self.block_tables)
+        self._apply_events(plan)
+
+    def _apply_events(self, plan: StepPlan) -> None:
         for req_id in plan.departed:
             row = self.rows.release(req_id)
             if row is not None:
@@ -171,13 +187,10 @@ class Runner:
                 "a step without scheduled requests has nothing to execute; "
                 "call update_rows for its events"
             )
-        if plan.num_tokens > self.config.max_num_tokens:
-            raise CapacityError(
-                f"the step has {plan.num_tokens} tokens; "
-                f"max_num_tokens is {self.config.max_num_tokens}"
-            )
+        check_events(plan, self.config, self.rows, self.block_tables)
+        check_work(plan, self.config, self.rows)
 
-    def _upload_forced(self, batch: InputBatch, forced: Sequence[int]) -> Tensor:
+    def _forced_ids(self, batch: InputBatch, forced: Sequence[int]) -> npt.NDArray[np.int64]:
         if len(forced) != batch.layout.num_logits:
             raise ProtocolError(
                 f"{len(forced)} tokens are forced on a step of {batch.layout.num_logits} logits"
@@ -188,4 +201,4 @@ class Runner:
                 f"forced tokens {list(forced)} are not all inside "
                 f"the vocabulary of {self.config.vocab_size}"
             )
-        return self.transfers.upload(token_ids)
+        return token_ids

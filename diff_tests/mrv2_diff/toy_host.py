@@ -16,11 +16,14 @@ from mrv2 import (
     KVGroup,
     PendingOutput,
     Runner,
+    RunnerConfig,
     RunnerOutput,
     Sampling,
     Scheduled,
     StepPlan,
 )
+from mrv2.memory.transfers import Transfers
+from mrv2_diff.models.hashlm import HashLM, hashlm_tokens
 
 Work = Mapping[str, int]
 """Tokens to run in a step for each request, in the order of the batch."""
@@ -183,38 +186,88 @@ class ToyHost:
         return tuple(new_blocks)
 
 
-def play(
-    runner: Runner,
-    host: ToyHost,
-    story: Story,
-    num_steps: int,
-    *,
-    lag: int = 0,
-    after_step: Callable[[], None] = lambda: None,
-) -> None:
-    """Run a story.
+class Toy:
+    """A runner of HashLM with a host that drives it.
 
     Args:
-        runner: Under test.
-        host: Keeps what comes out.
-        story: What happens before each step.
-        num_steps: Calls of `story`.
-        lag: Steps that are queued before the host takes the output of the oldest; 0 waits for each.
-        after_step: Called when a step was queued.
+        config: Of the runner.
+        num_blocks: Blocks of each KV group.
+        windows: Attention windows, as for `HashLM`.
+        transfers: Carries every copy; the runner's own by default.
     """
-    pending: deque[PendingOutput] = deque()
-    for number in range(num_steps):
-        work = story(host, number)
-        plan = host.plan(work)
-        if work:
-            pending.append(runner.sample(runner.execute(plan)))
-        else:
-            runner.update_rows(plan)
-        after_step()
-        while len(pending) > lag:
-            host.take(pending.popleft().wait())
-    while pending:
-        host.take(pending.popleft().wait())
+
+    def __init__(
+        self,
+        config: RunnerConfig,
+        num_blocks: int = 400,
+        windows: Sequence[int | None] | None = None,
+        transfers: Transfers | None = None,
+    ) -> None:
+        self.model = HashLM(config, num_blocks, windows)
+        self.runner = Runner(config, self.model, self.model, transfers)
+        self.host = ToyHost(config.kv_groups, num_blocks)
+        self._vocab_size = config.vocab_size
+        self._windows = tuple(windows or (None,) * len(config.kv_groups))
+
+    def step(self, work: Work) -> PendingOutput | None:
+        """Queue one step; None where it runs nothing."""
+        plan = self.host.plan(work)
+        if not work:
+            self.runner.update_rows(plan)
+            return None
+        return self.runner.sample(self.runner.execute(plan))
+
+    def run(self, work: Work) -> None:
+        """Run one step and take its output."""
+        pending = self.step(work)
+        if pending is not None:
+            self.host.take(pending.wait())
+
+    def play(
+        self,
+        story: Story,
+        num_steps: int,
+        *,
+        lag: int = 0,
+        after_step: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Run a story.
+
+        Args:
+            story: What happens before each step.
+            num_steps: Calls of `story`.
+            lag: Steps queued before the oldest one's output is taken; 0 waits for each.
+            after_step: Called when a step was queued.
+        """
+        pending: deque[PendingOutput] = deque()
+        for number in range(num_steps):
+            queued = self.step(story(self.host, number))
+            after_step()
+            if queued is not None:
+                pending.append(queued)
+            while len(pending) > lag:
+                self.host.take(pending.popleft().wait())
+        while pending:
+            self.host.take(pending.popleft().wait())
+
+    def outputs(self) -> list[tuple[str, list[int]]]:
+        """Return what every request drew, those that finished first, in order."""
+        return [(request.req_id, request.outputs) for request in self._everyone()]
+
+    def expected(self) -> list[tuple[str, list[int]]]:
+        """Return what `outputs` must be if every request is greedy, from `hashlm_tokens` alone."""
+        return [
+            (
+                request.req_id,
+                hashlm_tokens(
+                    request.prompt, len(request.outputs), self._vocab_size, self._windows
+                ),
+            )
+            for request in self._everyone()
+        ]
+
+    def _everyone(self) -> list[ToyRequest]:
+        return [*self.host.finished, *self.host.requests.values()]
 
 
 def _arrival(request: ToyRequest) -> Arrival:

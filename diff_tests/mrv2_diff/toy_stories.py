@@ -1,4 +1,4 @@
-"""Random lives of requests, from a seed, for `mrv2_diff.toy_host.play`."""
+"""Random lives of requests, from a seed, for `mrv2_diff.toy_host.Toy.play`."""
 
 import random
 

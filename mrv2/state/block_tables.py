@@ -9,6 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from mrv2.config import KVGroup
+from mrv2.errors import CapacityError, ProtocolError
 from mrv2.memory.staged import StagedWriteTensor
 from mrv2.memory.transfers import Transfers
 from mrv2.ops.launch import Launch
@@ -174,6 +175,29 @@ class BlockTables:
         """Queue the staged writes of every group."""
         for table in self.tables:
             table.apply_write()
+
+    def check(self, row: int | None, block_ids: Sequence[Sequence[int]]) -> None:
+        """Raise what `append` would raise, and change nothing.
+
+        Args:
+            row: The request's row; None for one that is empty.
+            block_ids: New blocks for each KV group.
+
+        Raises:
+            CapacityError: A group's table has no room for them.
+            ProtocolError: They are not for as many groups as there are.
+        """
+        if len(block_ids) != len(self.groups):
+            raise ProtocolError(
+                f"blocks are given for {len(block_ids)} KV groups; there are {len(self.groups)}"
+            )
+        for index, (group, blocks) in enumerate(zip(self.groups, block_ids, strict=True)):
+            num_held = 0 if row is None else int(self._num_blocks[index, row])
+            if num_held + len(blocks) > group.max_blocks:
+                raise CapacityError(
+                    f"{len(blocks)} blocks are added to {num_held} of KV group {index}; "
+                    f"its max_blocks is {group.max_blocks}"
+                )
 
     def append(self, row: int, block_ids: Sequence[Sequence[int]]) -> None:
         """Stage more blocks behind those that the row holds.

@@ -258,8 +258,8 @@ class VllmRunner:
             return EMPTY_MODEL_RUNNER_OUTPUT
         if grammar_output is not None:
             raise UnsupportedByRunner(["structured outputs: send the request without them"])
-        step, self._step = self._step, None
-        pending = self._require_core().sample(step, forced)
+        pending = self._require_core().sample(self._step, forced)
+        self._step = None
         if self.scheduler_config.async_scheduling:
             return AsyncOutput(pending)
         return model_runner_output(pending.wait())

@@ -1,0 +1,120 @@
+"""What a plan can get wrong, found before anything changes.
+
+A plan that is refused leaves the runner as it was, so the host may send a better one. The checks
+look at host values only; their cost grows with a step's requests, not with their tokens.
+"""
+
+from collections.abc import Set as AbstractSet
+
+from mrv2.config import RunnerConfig
+from mrv2.errors import CapacityError, ConfigError, ProtocolError
+from mrv2.plan import Arrival, Scheduled, StepPlan
+from mrv2.state.block_tables import BlockTables
+from mrv2.state.rows import RowTable
+
+_NOBODY: AbstractSet[str] = frozenset()
+
+
+def check_events(
+    plan: StepPlan, config: RunnerConfig, rows: RowTable, block_tables: BlockTables
+) -> None:
+    """Refuse lifecycle events that cannot all be applied.
+
+    Raises:
+        CapacityError: More requests, tokens or blocks than there is room for.
+        ConfigError: An arrival asks for what this runner cannot give.
+        ProtocolError: A request arrives while it is live, or continues without a row.
+    """
+    if not plan.arrivals and not plan.continuations:
+        return
+    departed, arriving = set(plan.departed), set[str]()
+    for arrival in plan.arrivals:
+        req_id = arrival.req_id
+        if req_id in arriving or (req_id in rows and req_id not in departed):
+            raise ProtocolError(f"request {req_id!r} arrived twice; let it depart first")
+        arriving.add(req_id)
+        _check_arrival(arrival, config)
+        block_tables.check(None, arrival.block_ids)
+    if arriving:
+        num_staying = len(rows) - sum(req_id in rows for req_id in departed)
+        _check_room(num_staying, len(arriving), config.max_num_reqs)
+    continuing = set[str]()
+    for continuation in plan.continuations:
+        req_id = continuation.req_id
+        if req_id in arriving or req_id in departed or req_id in continuing:
+            raise ProtocolError(f"request {req_id!r} continues in the step of another event of its")
+        continuing.add(req_id)
+        block_tables.check(rows.row(req_id), continuation.new_block_ids)
+
+
+def check_work(plan: StepPlan, config: RunnerConfig, rows: RowTable) -> None:
+    """Refuse work that does not fit the requests as they are after the plan's events.
+
+    Raises:
+        CapacityError: More tokens than a step or a row can hold.
+        ProtocolError: A request has no row or is named twice, runs no token or one that is not
+            known, or the parallel lists differ in length.
+    """
+    scheduled = plan.scheduled
+    if plan.num_tokens > config.max_num_tokens:
+        raise CapacityError(
+            f"the step has {plan.num_tokens} tokens; max_num_tokens is {config.max_num_tokens}"
+        )
+    _check_lists(scheduled)
+    arriving = {arrival.req_id for arrival in plan.arrivals} if plan.arrivals else _NOBODY
+    departed = set(plan.departed) if plan.departed else _NOBODY
+    for req_id, num_tokens, first, num_known in zip(
+        scheduled.req_ids,
+        scheduled.num_tokens,
+        scheduled.num_computed_tokens,
+        scheduled.num_known_tokens,
+        strict=True,
+    ):
+        if req_id not in arriving and (req_id in departed or req_id not in rows):
+            raise ProtocolError(f"request {req_id!r} is scheduled but has no row")
+        if not 0 <= first < first + num_tokens <= num_known:
+            raise ProtocolError(
+                f"request {req_id!r} is to run {num_tokens} tokens from position {first} on; "
+                f"it has {num_known}"
+            )
+        if first + num_tokens > config.max_model_len:
+            raise CapacityError(
+                f"request {req_id!r} is to run up to token {first + num_tokens}; "
+                f"max_model_len is {config.max_model_len}"
+            )
+
+
+def _check_arrival(arrival: Arrival, config: RunnerConfig) -> None:
+    num_tokens = len(arrival.token_ids)
+    if not 0 < num_tokens <= config.max_model_len:
+        raise CapacityError(
+            f"request {arrival.req_id!r} arrives with {num_tokens} tokens; it needs at least one, "
+            f"and max_model_len is {config.max_model_len}"
+        )
+    num_logprobs = arrival.sampling.num_logprobs
+    if num_logprobs is not None and num_logprobs > config.vocab_size:
+        raise ConfigError(
+            f"request {arrival.req_id!r} asks for {num_logprobs} logprobs; "
+            f"the vocabulary has {config.vocab_size} tokens"
+        )
+
+
+def _check_room(num_staying: int, num_arriving: int, max_num_reqs: int) -> None:
+    if num_staying + num_arriving > max_num_reqs:
+        raise CapacityError(
+            f"{num_arriving} requests arrive and {num_staying} stay, "
+            f"but all rows are {max_num_reqs} (max_num_reqs)"
+        )
+
+
+def _check_lists(scheduled: Scheduled) -> None:
+    num_reqs = len(scheduled.req_ids)
+    lengths = (
+        len(scheduled.num_tokens),
+        len(scheduled.num_computed_tokens),
+        len(scheduled.num_known_tokens),
+    )
+    if lengths != (num_reqs, num_reqs, num_reqs):
+        raise ProtocolError(f"{num_reqs} requests are scheduled with lists of {lengths} entries")
+    if len(set(scheduled.req_ids)) != num_reqs:
+        raise ProtocolError(f"a request is scheduled twice in one step: {scheduled.req_ids}")
