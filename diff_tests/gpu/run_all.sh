@@ -1,0 +1,52 @@
+#!/usr/bin/env bash
+# Everything that needs a CUDA device: kernels, the draw, engines, and times of a step.
+#
+#   OUT=/tmp/gpu PYTHON=python3 bash diff_tests/gpu/run_all.sh
+#
+# Writes logs and figures into the folder OUT, goes on after a part that failed, and ends with a
+# summary; status 1 where a part failed. Needs a vLLM for CUDA and this project's entry points in
+# PYTHON's environment; the code that runs is this tree's. Takes about five minutes, at most eight.
+set -u
+root=$(cd "$(dirname "$0")/../.." && pwd)
+cd "$root" || exit 1
+python=${PYTHON:-python3}
+export OUT=${OUT:-reports/latest/gpu}
+export PYTHONPATH="$root:$root/compat:$root/diff_tests${PYTHONPATH:+:$PYTHONPATH}"
+export PYTHONUNBUFFERED=1 HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1 VLLM_USE_FLASHINFER_SAMPLER=0
+mkdir -p "$OUT" || exit 1
+failed=()
+
+# part NAME SECONDS COMMAND...: run with a limit, the output in OUT/NAME.log.
+part() {
+  local name=$1 limit=$2
+  shift 2
+  local began=$SECONDS
+  timeout -k 10 "$limit" "$@" >"$OUT/$name.log" 2>&1
+  local status=$?
+  echo "($name: status $status, $((SECONDS - began)) s)" >>"$OUT/$name.log"
+  return $status
+}
+
+part environment 90 "$python" -c '
+import importlib.metadata as metadata, sys, torch
+print("python", sys.version.split()[0], "on", torch.cuda.get_device_name())
+for name in ("torch", "triton", "vllm", "mrv2", "numpy", "transformers"):
+    print(name, metadata.version(name))
+import mrv2, mrv2_compat, vllm
+print(mrv2.__file__, mrv2_compat.__file__, vllm.__file__)
+' || failed+=(environment)
+
+test="$python -m pytest -m gpu --tb=short -p no:cacheprovider --durations=5"
+part kernels 240 $test diff_tests/test_ops.py diff_tests/unit diff_tests/gpu/test_draw.py &
+kernels=$!
+part engines 270 $test diff_tests/gpu/test_engines.py || failed+=(engines)
+wait $kernels || failed+=(kernels)
+part times 220 "$python" diff_tests/gpu/step_times.py "$OUT/step_times.json" || failed+=(times)
+
+for name in environment kernels engines times; do
+  echo "== $name"
+  tail -n 25 "$OUT/$name.log"
+done
+[ ${#failed[@]} -eq 0 ] && echo "gpu: all parts passed" && exit 0
+echo "gpu: failed: ${failed[*]}"
+exit 1
