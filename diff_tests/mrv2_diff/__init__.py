@@ -1,1 +1,1 @@
-"""The differential harness: two runners on identical batches, every difference judged and recorded."""
+"""The differential harness: two runners on identical batches, differences judged and recorded."""

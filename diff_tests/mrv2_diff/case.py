@@ -8,7 +8,10 @@ from mrv2_diff.models.spec import ModelSpec
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineSpec:
-    """The part of vLLM's configuration that a case chooses. Cases with equal specs share an engine."""
+    """The part of vLLM's configuration that a case chooses.
+
+    Cases with equal specs share an engine.
+    """
 
     model: ModelSpec
     max_model_len: int = 256
@@ -20,7 +23,10 @@ class EngineSpec:
     """Tokens in a block. vLLM's CPU attention takes multiples of 32."""
     prefix_caching: bool = False
     dtype: str = "float32"
-    """Of weights and KV cache. The tightest floor shows the most; vLLM's own choice would be bfloat16."""
+    """Of weights and KV cache.
+
+    The tightest floor shows the most; vLLM's own choice would be bfloat16.
+    """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,9 +66,12 @@ class Case:
     workload: Callable[[], tuple[Event, ...]]
     """Makes the events, sorted by step; the same at every call."""
     expects: frozenset[str] = frozenset()
-    """Kinds of lifecycle events that must happen, such as `preemptions`; a run without them proves nothing."""
+    """Kinds of lifecycle events that must happen, such as `preemptions`.
+
+    A run without them proves nothing.
+    """
 
     @property
     def deterministic(self) -> bool:
-        """Whether every request is greedy, so that runners may be compared without forcing tokens."""
+        """Whether every request is greedy, so that runners may be compared free."""
         return all(event.temperature == 0.0 for event in self.workload() if isinstance(event, Add))

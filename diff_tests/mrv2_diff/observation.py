@@ -1,7 +1,7 @@
 """What one runner did in one step, in a form that two runners share.
 
-Everything is copied out of the runner, so that later steps cannot change it, and keyed by request, because runners are free to order
-their batches differently.
+Everything is copied out of the runner, so that later steps cannot change it, and keyed by request,
+because runners are free to order their batches differently.
 """
 
 from collections.abc import Sequence
@@ -55,7 +55,10 @@ class Observation:
 
 
 def merge(parts: Sequence[Observation]) -> Observation:
-    """Join the observations of a step that was run in several parts; a request's tokens follow each other, its last length counts."""
+    """Join the observations of a step that was run in several parts.
+
+    A request's tokens follow each other, its last length counts.
+    """
     if len(parts) == 1:
         return parts[0]
     order = list(dict.fromkeys(req_id for part in parts for req_id in part.req_ids))
@@ -67,7 +70,9 @@ def merge(parts: Sequence[Observation]) -> Observation:
     return replace(
         whole,
         req_ids=order,
-        query_lens=np.array([sum(end - start for start, end in starts[req_id]) for req_id in order]),
+        query_lens=np.array(
+            [sum(end - start for start, end in starts[req_id]) for req_id in order]
+        ),
         input_ids=whole.input_ids[index],
         positions=whole.positions[index],
         seq_lens=np.array([whole.seq_lens[_last(whole.req_ids, req_id)] for req_id in order]),
@@ -107,16 +112,33 @@ def _concatenate(first: Observation, second: Observation) -> Observation:
         logits=torch.cat((first.logits, second.logits)),
         processed_logits=torch.cat((first.processed_logits, second.processed_logits)),
         tokens=np.concatenate((first.tokens, second.tokens)),
-        logprobs=_concatenate_logprobs(first.logprobs, second.logprobs),
+        logprobs=_concatenate_logprobs(first, second),
     )
 
 
-def _concatenate_logprobs(first: ObservedLogprobs | None, second: ObservedLogprobs | None) -> ObservedLogprobs | None:
-    if first is None or second is None:
-        return first or second
-    width = min(first.token_ids.shape[1], second.token_ids.shape[1])
+def _concatenate_logprobs(first: Observation, second: Observation) -> ObservedLogprobs | None:
+    present = [part.logprobs for part in (first, second) if part.logprobs is not None]
+    if not present:
+        return None
+    width = max(logprobs.token_ids.shape[1] for logprobs in present)
+    padded = [_padded(part.logprobs, len(part.draw_ids), width) for part in (first, second)]
     return ObservedLogprobs(
-        token_ids=np.concatenate((first.token_ids[:, :width], second.token_ids[:, :width])),
-        values=np.concatenate((first.values[:, :width], second.values[:, :width])),
-        ranks=np.concatenate((first.ranks, second.ranks)),
+        token_ids=np.concatenate([part.token_ids for part in padded]),
+        values=np.concatenate([part.values for part in padded]),
+        ranks=np.concatenate([part.ranks for part in padded]),
     )
+
+
+def _padded(logprobs: ObservedLogprobs | None, num_draws: int, width: int) -> ObservedLogprobs:
+    """Return a part's logprobs as wide as another part's; what it lacks is -1 and NaN."""
+    token_ids = np.full((num_draws, width), -1, dtype=np.int64)
+    values = np.full((num_draws, width), np.nan, dtype=np.float32)
+    ranks = np.full(num_draws, -1, dtype=np.int64)
+    if logprobs is not None:
+        own = logprobs.token_ids.shape[1]
+        token_ids[:, :own], values[:, :own], ranks[:] = (
+            logprobs.token_ids,
+            logprobs.values,
+            logprobs.ranks,
+        )
+    return ObservedLogprobs(token_ids=token_ids, values=values, ranks=ranks)

@@ -76,9 +76,16 @@ class Record:
     request_steps: int
     """Sum over steps of the requests scheduled in them, over all modes."""
     events: dict[str, int]
-    """How often each lifecycle event happened: arrivals, finishes, preemptions, resumes, aborts, cache hits, chunks."""
+    """How often each lifecycle event happened.
+
+    Arrivals, finishes, preemptions, resumes, aborts, cache hits, chunks.
+    """
     agreements: dict[str, Agreement]
-    """By value name: tokens, logits, processed_logits, logprobs, ranks, input_ids, positions, seq_lens, slots, output, ledger."""
+    """By value name.
+
+    Tokens, logits, processed_logits, logprobs, ranks, input_ids, positions, seq_lens, slots,
+    output, ledger.
+    """
     noise_floor: dict[str, float]
     """Measured difference of the reference against itself, by value name."""
     memory: dict[str, Memory]
@@ -101,7 +108,7 @@ class Record:
 
 
 def append(path: Path, record: Record) -> None:
-    """Add one whole line to `path` with a single write, so that an interruption leaves no half record.
+    """Add one whole line to `path` with a single write, so that no half record is left behind.
 
     Raises:
         OSError: The disk is full or the folder is not writable.
@@ -127,7 +134,9 @@ def read(path: Path) -> Iterator[Record]:
         except (msgspec.DecodeError, msgspec.ValidationError) as error:
             if number == len(lines):
                 return
-            raise ValueError(f"{path}:{number} is not a record of format {FORMAT}: {error}") from error
+            raise ValueError(
+                f"{path}:{number} is not a record of format {FORMAT}: {error}"
+            ) from error
 
 
 def decode(line: bytes) -> Record:

@@ -8,13 +8,20 @@ from mrv2_diff.models.spec import ModelSpec
 
 _SLIDING = EngineSpec(model=ModelSpec(sliding_window=40))
 _ALTERNATING = EngineSpec(
-    model=ModelSpec(sliding_window=40, sliding_layers="alternate"), num_blocks=60, prefix_caching=True
+    model=ModelSpec(sliding_window=40, sliding_layers="alternate"),
+    num_blocks=60,
+    prefix_caching=True,
 )
 
 
 def _across_the_window() -> tuple[Event, ...]:
     return tuple(
-        Add(step=2 * index, req_id=f"window-{index}", prompt=prompt(500 + index, 20 + 17 * index), max_tokens=60)
+        Add(
+            step=2 * index,
+            req_id=f"window-{index}",
+            prompt=prompt(500 + index, 20 + 17 * index),
+            max_tokens=60,
+        )
         for index in range(8)
     )
 
@@ -41,7 +48,9 @@ CASES = (
         area="attention",
         feature="sliding window",
         title="Two KV groups on few blocks, prompts in chunks",
-        engine=replace(_ALTERNATING, num_blocks=24, max_num_batched_tokens=48, prefix_caching=False),
+        engine=replace(
+            _ALTERNATING, num_blocks=24, max_num_batched_tokens=48, prefix_caching=False
+        ),
         workload=_across_the_window,
         expects=frozenset({"preemptions", "chunks"}),
     ),

@@ -19,7 +19,12 @@ def _prefix_cache() -> tuple[Event, ...]:
     shared = prompt(7, 128)
     first = Add(step=0, req_id="cold", prompt=(*shared, *prompt(1, 9)), max_tokens=8)
     hits = tuple(
-        Add(step=12 + index, req_id=f"hit-{index}", prompt=(*shared, *prompt(20 + index, 5 + 11 * index)), max_tokens=16)
+        Add(
+            step=12 + index,
+            req_id=f"hit-{index}",
+            prompt=(*shared, *prompt(20 + index, 5 + 11 * index)),
+            max_tokens=16,
+        )
         for index in range(6)
     )
     whole = Add(step=20, req_id="whole-prompt", prompt=shared, max_tokens=12)
@@ -28,14 +33,24 @@ def _prefix_cache() -> tuple[Event, ...]:
 
 def _preemption() -> tuple[Event, ...]:
     return tuple(
-        Add(step=index // 2, req_id=f"tight-{index}", prompt=prompt(40 + index, 28 + index), max_tokens=90)
+        Add(
+            step=index // 2,
+            req_id=f"tight-{index}",
+            prompt=prompt(40 + index, 28 + index),
+            max_tokens=90,
+        )
         for index in range(8)
     )
 
 
 def _preemption_of_chunks() -> tuple[Event, ...]:
     return tuple(
-        Add(step=index, req_id=f"long-{index}", prompt=prompt(60 + index, 60 + 15 * index), max_tokens=70)
+        Add(
+            step=index,
+            req_id=f"long-{index}",
+            prompt=prompt(60 + index, 60 + 15 * index),
+            max_tokens=70,
+        )
         for index in range(6)
     )
 
@@ -43,9 +58,18 @@ def _preemption_of_chunks() -> tuple[Event, ...]:
 def _abort_and_reuse() -> tuple[Event, ...]:
     events: list[Event] = []
     for index in range(4):
-        events.append(Add(step=0, req_id=f"kept-{index}", prompt=prompt(80 + index, 20), max_tokens=40))
+        events.append(
+            Add(step=0, req_id=f"kept-{index}", prompt=prompt(80 + index, 20), max_tokens=40)
+        )
     for turn in range(4):
-        events.append(Add(step=4 + 8 * turn, req_id="reused", prompt=prompt(90 + turn, 18 + 7 * turn), max_tokens=30))
+        events.append(
+            Add(
+                step=4 + 8 * turn,
+                req_id="reused",
+                prompt=prompt(90 + turn, 18 + 7 * turn),
+                max_tokens=30,
+            )
+        )
         events.append(Abort(step=9 + 8 * turn, req_id="reused"))
     events.append(Abort(step=15, req_id="kept-1"))
     return tuple(sorted(events, key=lambda event: event.step))
@@ -53,14 +77,20 @@ def _abort_and_reuse() -> tuple[Event, ...]:
 
 def _mixed() -> tuple[Event, ...]:
     return tuple(
-        Add(step=3 * index, req_id=f"mixed-{index}", prompt=prompt(100 + index, 5 + 13 * (index % 7)), max_tokens=24)
+        Add(
+            step=3 * index,
+            req_id=f"mixed-{index}",
+            prompt=prompt(100 + index, 5 + 13 * (index % 7)),
+            max_tokens=24,
+        )
         for index in range(14)
     )
 
 
 def _greedy() -> tuple[Event, ...]:
     return tuple(
-        Add(step=0, req_id=f"greedy-{index}", prompt=prompt(index, 3 + 5 * index), max_tokens=32) for index in range(8)
+        Add(step=0, req_id=f"greedy-{index}", prompt=prompt(index, 3 + 5 * index), max_tokens=32)
+        for index in range(8)
     )
 
 
@@ -71,7 +101,14 @@ def _churn() -> tuple[Event, ...]:
     for index in range(64):
         step = sorted((0, source.randrange(250)))[1] if index >= 12 else 0
         length, max_tokens = source.randrange(4, 90), source.randrange(8, 80)
-        events.append(Add(step=step, req_id=f"churn-{index}", prompt=prompt(200 + index, length), max_tokens=max_tokens))
+        events.append(
+            Add(
+                step=step,
+                req_id=f"churn-{index}",
+                prompt=prompt(200 + index, length),
+                max_tokens=max_tokens,
+            )
+        )
         if index % 16 == 5:
             events.append(Abort(step=step + 11, req_id=f"churn-{index}"))
     return tuple(sorted(events, key=lambda event: event.step))

@@ -7,7 +7,13 @@ from mrv2_diff.catalog.prompts import ROOMY, prompt
 def _greedy_logprobs() -> tuple[Event, ...]:
     counts = (0, 1, 5, 20, -1, None, 3)
     return tuple(
-        Add(step=index, req_id=f"logprobs-{index}", prompt=prompt(400 + index, 10 + index), max_tokens=20, logprobs=count)
+        Add(
+            step=index,
+            req_id=f"logprobs-{index}",
+            prompt=prompt(400 + index, 10 + index),
+            max_tokens=20,
+            logprobs=count,
+        )
         for index, count in enumerate(counts)
     )
 

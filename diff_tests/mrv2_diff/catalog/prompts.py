@@ -18,6 +18,6 @@ CHUNKED = EngineSpec(model=TINY, max_num_batched_tokens=48)
 
 
 def prompt(seed: int, length: int) -> tuple[int, ...]:
-    """Return `length` token ids that look like nothing in particular, the same for the same seed."""
+    """Return `length` token ids without a pattern, the same for the same seed."""
     source = random.Random(seed)
     return tuple(source.randrange(256) for _ in range(length))

@@ -1,8 +1,8 @@
 """Compare one step of two runners, value by value along the chain.
 
-Rows are aligned by request, because a runner may order its batch as it likes. Where a request draws at random, two runners choose
-different tokens and both are right; then the candidate's logprobs and rank are held against the reference's *logits* at the token that
-the candidate chose.
+Rows are aligned by request, because a runner may order its batch as it likes. Where a request draws
+at random, two runners choose different tokens and both are right; then the candidate's logprobs and
+rank are held against the reference's *logits* at the token that the candidate chose.
 """
 
 from collections.abc import Mapping
@@ -30,17 +30,27 @@ class Expectations:
 
 
 def compare_step(
-    tally: Tally, place: Place, expected: Expectations, reference: Observation, candidate: Observation
+    tally: Tally,
+    place: Place,
+    expected: Expectations,
+    reference: Observation,
+    candidate: Observation,
 ) -> None:
     """Add one step to a tally."""
     if sorted(reference.req_ids) != sorted(candidate.req_ids):
-        tally.structure("output", place, 1, [f"requests {candidate.req_ids} in place of {reference.req_ids}"])
+        tally.structure(
+            "output", place, 1, [f"requests {candidate.req_ids} in place of {reference.req_ids}"]
+        )
         return
     _compare_inputs(tally, place, reference, candidate)
     if sorted(reference.draw_ids) != sorted(candidate.draw_ids):
-        tally.structure("output", place, 1, [f"draws of {candidate.draw_ids} in place of {reference.draw_ids}"])
+        tally.structure(
+            "output", place, 1, [f"draws of {candidate.draw_ids} in place of {reference.draw_ids}"]
+        )
         return
-    rows = np.array([candidate.draw_ids.index(req_id) for req_id in reference.draw_ids], dtype=np.int64)
+    rows = np.array(
+        [candidate.draw_ids.index(req_id) for req_id in reference.draw_ids], dtype=np.int64
+    )
     if len(rows):
         _compare_draws(tally, place, expected, reference, candidate, rows)
 
@@ -48,10 +58,17 @@ def compare_step(
 def compare_ledgers(tally: Tally, place: Place, reference: Ledger, candidate: Ledger) -> None:
     """Compare what two runners remember of their requests."""
     compared = sum(len(facts) for facts in reference.values())
-    tally.structure("ledger", place, compared, [] if reference == candidate else _differences(reference, candidate))
+    tally.structure(
+        "ledger",
+        place,
+        compared,
+        [] if reference == candidate else _differences(reference, candidate),
+    )
 
 
-def _compare_inputs(tally: Tally, place: Place, reference: Observation, candidate: Observation) -> None:
+def _compare_inputs(
+    tally: Tally, place: Place, reference: Observation, candidate: Observation
+) -> None:
     order = reference.req_ids
     index = token_index(candidate, order)
     owners = np.repeat(order, reference.query_lens).tolist()
@@ -64,25 +81,70 @@ def _compare_inputs(tally: Tally, place: Place, reference: Observation, candidat
 
 
 def _compare_draws(
-    tally: Tally, place: Place, expected: Expectations, reference: Observation, candidate: Observation, rows: Ints
+    tally: Tally,
+    place: Place,
+    expected: Expectations,
+    reference: Observation,
+    candidate: Observation,
+    rows: Ints,
 ) -> None:
     owners = reference.draw_ids
     logits = reference.logits.numpy().astype(np.float64)
     scale = _scale(logits)
-    tally.close("logits", place, owners, logits, candidate.logits.numpy()[rows].astype(np.float64), scale)
+    tally.close(
+        "logits", place, owners, logits, candidate.logits.numpy()[rows].astype(np.float64), scale
+    )
     processed = reference.processed_logits.numpy().astype(np.float64)
     theirs = candidate.processed_logits.numpy()[rows].astype(np.float64)
     tally.close("processed_logits", place, owners, processed, theirs, _scale(processed))
-    greedy = np.array([index for index, owner in enumerate(owners) if owner in expected.greedy], dtype=np.int64)
-    tokens = candidate.tokens[rows]
-    tally.exact("tokens", place, [owners[index] for index in greedy], reference.tokens[greedy], tokens[greedy])
+    greedy = np.array(
+        [index for index, owner in enumerate(owners) if owner in expected.greedy], dtype=np.int64
+    )
+    tokens = _without_near_ties(tally, place, reference, candidate.tokens[rows], greedy, scale)
+    tally.exact(
+        "tokens",
+        place,
+        [owners[index] for index in greedy],
+        reference.tokens[greedy],
+        tokens[greedy],
+    )
     _compare_logprobs(tally, place, expected, reference, candidate, rows)
     shape = _shape(expected, reference), _shape(expected, candidate)
-    tally.structure("output", place, 2 * len(owners), [] if shape[0] == shape[1] else _differences(*shape))
+    tally.structure(
+        "output", place, 2 * len(owners), [] if shape[0] == shape[1] else _differences(*shape)
+    )
+
+
+def _without_near_ties(
+    tally: Tally,
+    place: Place,
+    reference: Observation,
+    tokens: Ints,
+    greedy: Ints,
+    scale: FloatArray,
+) -> Ints:
+    """Return the candidate's tokens, those that lost by no more than rounding replaced."""
+    bound = tally.bound("logits")
+    differing = greedy[reference.tokens[greedy] != tokens[greedy]]
+    if bound is None or not len(differing):
+        return tokens
+    logits = reference.logits.numpy()
+    gaps = logits[differing, reference.tokens[differing]] - logits[differing, tokens[differing]]
+    tied = differing[gaps <= bound * np.spacing(scale[differing].astype(np.float32))]
+    tally.near_ties += len(tied)
+    tally.stopped |= len(tied) > 0 and place.mode.startswith("free")
+    tokens = tokens.copy()
+    tokens[tied] = reference.tokens[tied]
+    return tokens
 
 
 def _compare_logprobs(
-    tally: Tally, place: Place, expected: Expectations, reference: Observation, candidate: Observation, rows: Ints
+    tally: Tally,
+    place: Place,
+    expected: Expectations,
+    reference: Observation,
+    candidate: Observation,
+    rows: Ints,
 ) -> None:
     ours, theirs = reference.logprobs, candidate.logprobs
     if ours is None or theirs is None:
@@ -103,13 +165,22 @@ def _compare_logprobs(
         scale = _scale(reference.logits[row : row + 1].numpy().astype(np.float64))
         tally.close("logprobs", place, [owner], _row(expected_values), _row(values), scale)
         ids = theirs.token_ids[rows[row], : 1 + count]
-        # The token ids beside the values: each must carry, in the reference, the logprob that it is listed with.
+        # The token ids beside the values: each must carry, in the reference, the logprob that it is
+        # listed with.
         at_ids = np.concatenate(([drawn], normalised[row, ids[1:]]))
         tally.close("logprobs", place, [owner], _row(at_ids), _row(values), scale)
         if same_token:
-            tally.exact("ranks", place, [owner], ours.ranks[row : row + 1], theirs.ranks[rows[row] : rows[row] + 1])
+            tally.exact(
+                "ranks",
+                place,
+                [owner],
+                ours.ranks[row : row + 1],
+                theirs.ranks[rows[row] : rows[row] + 1],
+            )
         else:
-            tally.exact("ranks", place, [owner], np.array([rank]), theirs.ranks[rows[row] : rows[row] + 1])
+            tally.exact(
+                "ranks", place, [owner], np.array([rank]), theirs.ranks[rows[row] : rows[row] + 1]
+            )
 
 
 def _shape(expected: Expectations, observation: Observation) -> dict[str, object]:
@@ -127,7 +198,10 @@ def _shape(expected: Expectations, observation: Observation) -> dict[str, object
 
 
 def _scale(logits: FloatArray) -> FloatArray:
-    """Return the size of each row's largest finite logit, [num_rows]; at least 1, below which spacings mean little."""
+    """Return the size of each row's largest finite logit, [num_rows].
+
+    At least 1, below which spacings mean little.
+    """
     finite = np.where(np.isfinite(logits), np.abs(logits), 0.0)
     scale: FloatArray = np.maximum(finite.max(axis=1), 1.0)
     return scale
@@ -140,7 +214,9 @@ def _row(values: Any) -> FloatArray:
 
 def _differences(reference: object, candidate: object) -> list[str]:
     difference = DeepDiff(reference, candidate, verbose_level=2)
-    return [f"{kind}: {detail}" for kind, details in difference.items() for detail in _details(details)]
+    return [
+        f"{kind}: {detail}" for kind, details in difference.items() for detail in _details(details)
+    ]
 
 
 def _details(details: Any) -> list[str]:

@@ -1,8 +1,8 @@
-"""Running totals of how two runners agree, one for each kind of value, and the first place where they do not.
+"""Running totals of how two runners agree, by kind of value, and the first place where they do not.
 
-Integers must be equal. Floats are judged in *spacings*: the distance between neighbouring float32 numbers at the size of the largest
-logit of the row. That is the unit in which rounding happens, so one bound holds for rows of any size. A value that is NaN on one side
-only is as wrong as can be.
+Integers must be equal. Floats are judged in *spacings*: the distance between neighbouring float32
+numbers at the size of the largest logit of the row. That is the unit in which rounding happens, so
+one bound holds for rows of any size. A value that is NaN on one side only is as wrong as can be.
 """
 
 from dataclasses import dataclass, field
@@ -66,15 +66,26 @@ class Place:
 class Tally:
     """Totals by kind of value, and the first divergence.
 
-    Args:
-        bounds: Largest difference allowed, in spacings, for the float values. None measures and allows anything.
+    Args: bounds: Largest difference allowed, in spacings, for the float values. None measures and
+        allows anything.
     """
 
     bounds: dict[str, float] | None
     totals: dict[str, Total] = field(default_factory=dict)
     first: Divergence | None = None
+    near_ties: int = 0
+    """Greedy tokens that differ where the reference's two logits lie within the bound."""
+    stopped: bool = False
+    """A near tie in a free pass.
 
-    def exact(self, value: str, place: Place, owners: list[str], reference: Array, candidate: Array) -> None:
+    The runners now see different tokens, and nothing more can be compared in it.
+    """
+    step_logit_diff: float = 0.0
+    """Largest absolute difference of a logit in the step that was compared last."""
+
+    def exact(
+        self, value: str, place: Place, owners: list[str], reference: Array, candidate: Array
+    ) -> None:
         """Compare integers.
 
         Args:
@@ -99,7 +110,13 @@ class Tally:
         self._diverge(value, place, owners, wrong, reference, candidate, "exact")
 
     def close(
-        self, value: str, place: Place, owners: list[str], reference: FloatArray, candidate: FloatArray, scale: FloatArray
+        self,
+        value: str,
+        place: Place,
+        owners: list[str],
+        reference: FloatArray,
+        candidate: FloatArray,
+        scale: FloatArray,
     ) -> None:
         """Compare floats in spacings.
 
@@ -111,19 +128,28 @@ class Tally:
             candidate: Same shape.
             scale: [num_rows]. Size of each row's largest logit, at which a spacing is measured.
         """
-        bound = self._bound(value)
-        policy = "measured only" if bound is None else f"at most {bound:g} spacings of float32 at the row's largest logit"
+        bound = self.bound(value)
+        policy = (
+            "measured only"
+            if bound is None
+            else f"at most {bound:g} spacings of float32 at the row's largest logit"
+        )
         total = self.totals.setdefault(value, Total(policy))
         if reference.shape != candidate.shape:
             self._shape(total, value, place, reference, candidate)
             return
         total.compared += reference.size
+        if value == "logits":
+            self.step_logit_diff = 0.0
         if np.array_equal(reference, candidate):
             return
         difference = _difference(reference, candidate)
         spacings = difference / np.spacing(scale.astype(np.float32)).astype(np.float64)[:, None]
-        total.max_abs_diff = max(total.max_abs_diff, float(difference.max()))
+        largest = float(difference.max())
+        total.max_abs_diff = max(total.max_abs_diff, largest)
         total.required = max(total.required, float(spacings.max()))
+        if value == "logits":
+            self.step_logit_diff = largest
         if bound is None:
             return
         wrong = spacings > bound
@@ -148,10 +174,13 @@ class Tally:
                 policy="equal structure",
             )
 
-    def _bound(self, value: str) -> float | None:
+    def bound(self, value: str) -> float | None:
+        """Return the largest difference allowed, in spacings; None allows any."""
         return None if self.bounds is None else self.bounds[value]
 
-    def _shape(self, total: Total, value: str, place: Place, reference: Array, candidate: Array) -> None:
+    def _shape(
+        self, total: Total, value: str, place: Place, reference: Array, candidate: Array
+    ) -> None:
         total.compared += reference.size
         total.differing += max(reference.size, candidate.size, 1)
         if self.first is None:
@@ -192,7 +221,10 @@ class Tally:
 
 
 def _difference(reference: FloatArray, candidate: FloatArray) -> FloatArray:
-    """Return absolute differences; equal infinities and a NaN on both sides differ by 0, a NaN on one by infinity."""
+    """Return absolute differences.
+
+    Equal infinities and a NaN on both sides differ by 0, a NaN on one by infinity.
+    """
     with np.errstate(invalid="ignore"):
         difference = np.abs(reference.astype(np.float64) - candidate.astype(np.float64))
     same = (reference == candidate) | (np.isnan(reference) & np.isnan(candidate))

@@ -8,27 +8,35 @@ from typing import Any
 
 ENVIRONMENT = {
     "VLLM_USE_V2_MODEL_RUNNER": "0",  # V1-mode scheduling, which both runners speak
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the worker lives in this process, where the harness can look at it
-    "VLLM_DISABLE_REQUEST_ID_RANDOMIZATION": "1",  # so that a case can name its requests, and use a name again
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the harness must reach the worker
+    "VLLM_DISABLE_REQUEST_ID_RANDOMIZATION": "1",  # a case names its requests
     "VLLM_CPU_KVCACHE_SPACE": "1",
-    "VLLM_LOGGING_LEVEL": "ERROR",
-    "TORCH_COMPILE_DISABLE": "1",  # V1 compiles one small function of its sampler for 20 s at its first logprob
+    "VLLM_LOGGING_LEVEL": "CRITICAL",
+    "TORCH_COMPILE_DISABLE": "1",  # else V1 compiles for 20 s at its first logprob
+    "KINETO_LOG_LEVEL": "99",  # torch's profiler prints two lines at each start
+    "TORCH_CPP_LOG_LEVEL": "ERROR",  # vLLM warns of its NUMA binding at each start
     "VLLM_NO_USAGE_STATS": "1",
     "HF_HUB_OFFLINE": "1",
 }
 """Set before vLLM is imported, where the user did not set it."""
 
-os.environ.pop("MRV2_RUNNER", None)  # the lockstep worker holds both runners; nothing else may choose one
+# The lockstep worker holds both runners; nothing else may choose one.
+os.environ.pop("MRV2_RUNNER", None)
 for _name, _value in ENVIRONMENT.items():
     os.environ.setdefault(_name, _value)
 
-from mrv2_diff.case import Abort, Add, EngineSpec, Event  # noqa: E402 - vLLM reads the environment when it is imported
-from mrv2_diff.lockstep.worker import LockstepWorker, Pass  # noqa: E402
+# E402: vLLM reads the environment when it is imported.
 from vllm import LLM, SamplingParams  # noqa: E402
 from vllm.distributed import cleanup_dist_env_and_memory  # noqa: E402
 
+from mrv2_diff.case import Abort, Add, EngineSpec, Event  # noqa: E402
+from mrv2_diff.lockstep.worker import LockstepWorker, Pass  # noqa: E402
+
 _MAX_IDLE_STEPS = 3
-"""Steps that may pass without a scheduled token while requests wait; more means that the workload does not fit."""
+"""Steps that may pass without a scheduled token while requests wait.
+
+More means that the workload does not fit.
+"""
 
 
 class LockstepEngine:
@@ -52,6 +60,8 @@ class LockstepEngine:
             block_size=spec.block_size,
             num_gpu_blocks_override=spec.num_blocks,
             enable_prefix_caching=spec.prefix_caching,
+            max_logprobs=-1,
+            use_tqdm_on_load=False,
             worker_cls=f"{LockstepWorker.__module__}.{LockstepWorker.__qualname__}",
         )
         self._engine: Any = self._llm.llm_engine
@@ -81,7 +91,9 @@ class LockstepEngine:
             _, executed = self._core.step_fn()
             idle = 0 if executed or not self._core.scheduler.has_unfinished_requests() else idle + 1
             if idle > _MAX_IDLE_STEPS:
-                raise RuntimeError("requests wait and nothing can be scheduled; give the case's engine more blocks")
+                raise RuntimeError(
+                    "requests wait and nothing can be scheduled; give the case's engine more blocks"
+                )
             step += 1
 
     def _apply(self, event: Event) -> None:
@@ -100,10 +112,12 @@ class LockstepEngine:
             detokenize=False,
         )
         prompt = {"prompt_token_ids": [token % self.vocab_size for token in event.prompt]}
-        return self._engine.input_processor.process_inputs(event.req_id, prompt, params, ("generate",))
+        return self._engine.input_processor.process_inputs(
+            event.req_id, prompt, params, ("generate",)
+        )
 
     def _drain(self) -> None:
-        """Give up every request after a failure, so that the next pass starts from an empty engine."""
+        """Give up every request after a failure, so that the next pass starts empty."""
         runner = self.worker.reference.runner
         runner.execute_model_state = None
         self.worker.end()

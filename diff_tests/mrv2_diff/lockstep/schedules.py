@@ -1,7 +1,10 @@
-"""The same step, given to the candidate in another form: another order, other chunks, other neighbours.
+"""The same step, given to the candidate in another form.
 
-Each function takes a SchedulerOutput (a copy that may be consumed) and returns one or several that together ask for the same work.
-They are how a runner is compared with itself, to measure noise, and how a runner is shown to depend on nothing but its requests.
+Another order, other chunks, other neighbours.
+
+Each function takes a SchedulerOutput (a copy that may be consumed) and returns one or several that
+together ask for the same work. They are how a runner is compared with itself, to measure noise, and
+how a runner is shown to depend on nothing but its requests.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,27 +24,40 @@ def reordered(step: SchedulerOutput) -> list[SchedulerOutput]:
     """Return the step with its requests in reverse order."""
     cached = step.scheduled_cached_reqs
     order = range(len(cached.req_ids) - 1, -1, -1)
-    return [_part(step, list(reversed(step.scheduled_new_reqs)), _select(cached, order), first=True)]
+    return [
+        _part(step, list(reversed(step.scheduled_new_reqs)), _select(cached, order), first=True)
+    ]
 
 
 def other_neighbours(step: SchedulerOutput) -> list[SchedulerOutput]:
-    """Return two steps, each with every other request, so that no request runs beside all of its neighbours."""
+    """Return two steps with every other request each, so that every request has new neighbours."""
     cached = step.scheduled_cached_reqs
     if len(cached.req_ids) + len(step.scheduled_new_reqs) < 2:
         return [step]
     halves = [
-        (step.scheduled_new_reqs[first::2], _select(cached, range(1 - first, len(cached.req_ids), 2))) for first in (0, 1)
+        (
+            step.scheduled_new_reqs[first::2],
+            _select(cached, range(1 - first, len(cached.req_ids), 2)),
+        )
+        for first in (0, 1)
     ]
     parts = [_part(step, new, old, first=index == 0) for index, (new, old) in enumerate(halves)]
     return [part for part in parts if part.num_scheduled_tokens] or [step]
 
 
 def other_chunks(step: SchedulerOutput) -> list[SchedulerOutput]:
-    """Return two steps: every prompt chunk of two tokens or more is cut in half, everything else runs in the first."""
-    second = {req_id: count // 2 for req_id, count in step.num_scheduled_tokens.items() if count >= 2}
+    """Return two steps.
+
+    Every prompt chunk of two tokens or more is cut in half, everything else runs in the first.
+    """
+    second = {
+        req_id: count // 2 for req_id, count in step.num_scheduled_tokens.items() if count >= 2
+    }
     if not second:
         return [step]
-    first = {req_id: count - second.get(req_id, 0) for req_id, count in step.num_scheduled_tokens.items()}
+    first = {
+        req_id: count - second.get(req_id, 0) for req_id, count in step.num_scheduled_tokens.items()
+    }
     head = replace(step, num_scheduled_tokens=first, total_num_scheduled_tokens=sum(first.values()))
     return [head, _rest(step, first, second)]
 
@@ -57,7 +73,10 @@ SCHEDULES: dict[str, Schedule] = {
 def _part(
     step: SchedulerOutput, new: list[NewRequestData], cached: CachedRequestData, *, first: bool
 ) -> SchedulerOutput:
-    """Return a part of a step; what happens once a step (frees, block operations) goes with the first."""
+    """Return a part of a step.
+
+    What happens once a step (frees, block operations) goes with the first.
+    """
     req_ids = [*cached.req_ids, *(request.req_id for request in new)]
     scheduled = {req_id: step.num_scheduled_tokens[req_id] for req_id in req_ids}
     return replace(
@@ -79,8 +98,12 @@ def _select(cached: CachedRequestData, order: Sequence[int]) -> CachedRequestDat
         cached,
         req_ids=req_ids,
         resumed_req_ids=cached.resumed_req_ids & set(req_ids),
-        new_token_ids=[cached.new_token_ids[index] for index in order] if cached.new_token_ids else [],
-        all_token_ids={req_id: ids for req_id, ids in cached.all_token_ids.items() if req_id in req_ids},
+        new_token_ids=[cached.new_token_ids[index] for index in order]
+        if cached.new_token_ids
+        else [],
+        all_token_ids={
+            req_id: ids for req_id, ids in cached.all_token_ids.items() if req_id in req_ids
+        },
         new_block_ids=[cached.new_block_ids[index] for index in order],
         num_computed_tokens=[cached.num_computed_tokens[index] for index in order],
         num_output_tokens=[cached.num_output_tokens[index] for index in order],
@@ -88,9 +111,24 @@ def _select(cached: CachedRequestData, order: Sequence[int]) -> CachedRequestDat
 
 
 def _rest(step: SchedulerOutput, first: dict[str, int], second: dict[str, int]) -> SchedulerOutput:
-    """Return the step that runs the second halves: requests that are known by now, with their blocks."""
-    computed = dict(zip(step.scheduled_cached_reqs.req_ids, step.scheduled_cached_reqs.num_computed_tokens, strict=True))
-    outputs = dict(zip(step.scheduled_cached_reqs.req_ids, step.scheduled_cached_reqs.num_output_tokens, strict=True))
+    """Return the step that runs the second halves.
+
+    Requests that are known by now, with their blocks.
+    """
+    computed = dict(
+        zip(
+            step.scheduled_cached_reqs.req_ids,
+            step.scheduled_cached_reqs.num_computed_tokens,
+            strict=True,
+        )
+    )
+    outputs = dict(
+        zip(
+            step.scheduled_cached_reqs.req_ids,
+            step.scheduled_cached_reqs.num_output_tokens,
+            strict=True,
+        )
+    )
     computed |= {request.req_id: request.num_computed_tokens for request in step.scheduled_new_reqs}
     req_ids = list(second)
     cached = CachedRequestData(

@@ -1,30 +1,34 @@
 """A runner under observation: V1's or ours, driven step by step, each value copied out.
 
-Nothing is patched. V1's values are read from its buffers; its processed logits come from a forward pre-hook on its sampling module, and
-teacher forcing replaces its sampler by one that wraps it, in a runner that this harness built itself. Ours reports through its trace.
+Nothing is patched. V1's values are read from its buffers; its processed logits come from a forward
+pre-hook on its sampling module, and teacher forcing replaces its sampler by one that wraps it, in a
+runner that this harness built itself. Ours reports through its trace.
 """
 
 import gc
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-
-from mrv2.batch.inputs import InputBatch
-from mrv2.sampling.sampler import SamplerOutput
-from mrv2.trace import Probe
-from mrv2_compat.vllm_v1.runner import VllmRunner
-from mrv2_diff.observation import Ints, Observation, ObservedLogprobs
 from vllm.config import VllmConfig
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
+from mrv2.batch.inputs import InputBatch
+from mrv2.sampling.sampler import SamplerOutput
+from mrv2.trace import Probe
+from mrv2_compat.vllm_v1.runner import VllmRunner
+from mrv2_diff.observation import Ints, Observation, ObservedLogprobs
+
 POISON = 977.0
-"""Far from any key or value, and finite: attention multiplies what it masks by 0, and 0 times NaN would be NaN in both runners."""
+"""Far from any key or value, and finite.
+
+Attention multiplies what it masks by 0, and 0 times NaN would be NaN in both runners.
+"""
 
 Forced = Mapping[str, int]
 """Token to commit for each request that draws one."""
@@ -51,7 +55,7 @@ class Subject(Protocol):
         """Return what the runner knows of each request, in the form that both runners share."""
 
     def reset(self) -> None:
-        """Forget every request, and overwrite the KV cache with `POISON`, so that nothing stale can pass for right."""
+        """Forget every request, and overwrite the KV cache with `POISON`."""
 
     def kv_tensors(self) -> list[Tensor]:
         """Return the KV cache of each layer."""
@@ -117,7 +121,8 @@ class V1Subject:
             positions=_ints(runner.positions[:num_tokens]),
             seq_lens=_ints(runner.seq_lens[:num_reqs]),
             slots=tuple(
-                _ints(table.slot_mapping.gpu[:num_tokens]) for table in runner.input_batch.block_table.block_tables
+                _ints(table.slot_mapping.gpu[:num_tokens])
+                for table in runner.input_batch.block_table.block_tables
             ),
             draw_ids=[output.req_ids[index] for index in drawn],
             logits=raw[drawn],
@@ -138,9 +143,14 @@ class V1Subject:
         }
 
     def reset(self) -> None:
-        """Poison the KV cache. V1 forgets a request when the scheduler names it as finished, which every run waits for."""
+        """Poison the KV cache.
+
+        V1 forgets a request when the scheduler names it as finished, which every run waits for.
+        """
         if self.runner.requests:
-            raise RuntimeError(f"V1 still holds {sorted(self.runner.requests)}; drain the engine first")
+            raise RuntimeError(
+                f"V1 still holds {sorted(self.runner.requests)}; drain the engine first"
+            )
         poison(self.kv_tensors())
 
     def kv_tensors(self) -> list[Tensor]:
@@ -206,7 +216,10 @@ class Mrv2Subject:
         return list(self.runner.kv_caches)
 
 
-SUBJECTS = {"v1": V1Subject.build, "mrv2": Mrv2Subject}
+SUBJECTS: dict[str, Callable[[VllmConfig], Subject]] = {
+    "v1": V1Subject.build,
+    "mrv2": Mrv2Subject,
+}
 """What can be a candidate, by the name of a pair."""
 
 
@@ -305,7 +318,9 @@ class _StepCopies:
 
 def _draw_ids(layout: Any) -> list[str]:
     counts = np.diff(layout.cu_num_logits).tolist()
-    return [req_id for req_id, count in zip(layout.req_ids, counts, strict=True) for _ in range(count)]
+    return [
+        req_id for req_id, count in zip(layout.req_ids, counts, strict=True) for _ in range(count)
+    ]
 
 
 def _ints(tensor: Tensor) -> Ints:

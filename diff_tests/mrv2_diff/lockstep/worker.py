@@ -1,26 +1,28 @@
 """A CPU worker whose V1 runner drives the engine while a candidate runs the same steps beside it.
 
-The candidate has its own deep copy of the config (so its layers register apart), its own KV cache, and the reference's weights. It is
-given a deep copy of every SchedulerOutput, in the form that the pass's schedule makes of it. The engine never sees its output.
+The candidate has its own deep copy of the config (so its layers register apart), its own KV cache,
+and the reference's weights. It is given a deep copy of every SchedulerOutput, in the form that the
+pass's schedule makes of it. The engine never sees its output.
 """
 
 import copy
 import time
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import torch
-
-from mrv2_diff.lockstep.schedules import SCHEDULES
-from mrv2_diff.lockstep.subjects import SUBJECTS, Subject, V1Subject, initialize, load
-from mrv2_diff.observation import Observation, merge
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.worker.cpu_worker import CPUWorker
+
+from mrv2_diff.lockstep.schedules import SCHEDULES
+from mrv2_diff.lockstep.subjects import SUBJECTS, Subject, V1Subject, initialize, load
+from mrv2_diff.observation import Observation, merge
 
 _COPIED_FROM_CACHE_CONFIG = (
     "num_gpu_blocks",
@@ -29,7 +31,11 @@ _COPIED_FROM_CACHE_CONFIG = (
     "hash_block_size",
     "cache_hit_alignment_tokens",
 )
-"""Fields that the engine settles after a worker was built, which a candidate's copy of the config lacks."""
+"""What the engine settles after a worker was built, and a candidate's copy of the config lacks."""
+
+
+class HarnessError(RuntimeError):
+    """The harness itself failed while it looked at a step; neither runner is to blame."""
 
 
 @dataclass(slots=True)
@@ -40,13 +46,21 @@ class StepReport:
     scheduler_output: SchedulerOutput
     reference: Observation | None
     candidate: Observation | None
+    candidate_ran: bool
+    """False once the candidate has crashed."""
     ledgers: tuple[dict[str, dict[str, object]], dict[str, dict[str, object]]] | None
     seconds: dict[str, list[float]] = field(default_factory=dict)
-    """By `reference` and `candidate`: time in execute, then in sample, for each part of the step."""
+    """By `reference` and `candidate`.
+
+    Time in execute, then in sample, for each part of the step.
+    """
 
 
 Wrap = Callable[[str, Callable[[], Any]], Any]
-"""`wrap(side, call)` runs one runner's part of a step; a pass that measures memory puts its instruments around it."""
+"""`wrap(side, call)` runs one runner's part of a step.
+
+A pass that measures memory puts its instruments around it.
+"""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -78,6 +92,7 @@ class LockstepWorker(CPUWorker):
         self._steps: list[SchedulerOutput] = []
         self._number = 0
         self._report: StepReport | None = None
+        self.crash: str | None = None
 
     def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
         """Keep the KV cache config for candidates."""
@@ -91,10 +106,13 @@ class LockstepWorker(CPUWorker):
         candidate.reset()
         for subject in (self._reference, candidate):
             subject.observe(settings.observe)
-        self._pass, self._number = settings, 0
+        self._pass, self._number, self.crash = settings, 0, None
 
     def end(self) -> None:
-        """Leave the pass: the reference runs alone, and what a failed step left behind is dropped."""
+        """Leave the pass.
+
+        The reference runs alone, and what a failed step left behind is dropped.
+        """
         self._pass = self._report = None
         self._steps = []
 
@@ -115,12 +133,16 @@ class LockstepWorker(CPUWorker):
         if self._pass is None:
             return self._reference.execute(scheduler_output)
         settings = self._pass
-        self._steps = SCHEDULES[settings.schedule](copy.deepcopy(scheduler_output))
-        self._report = StepReport(self._number, scheduler_output, None, None, None)
+        self._steps = (
+            [] if self.crash else SCHEDULES[settings.schedule](copy.deepcopy(scheduler_output))
+        )
+        self._report = StepReport(self._number, scheduler_output, None, None, False, None)
         self._number += 1
         if settings.alternate and self._number % 2:
-            self._run_candidate(None)
-        output: ModelRunnerOutput | None = self._timed("reference", lambda: self._reference.execute(scheduler_output))
+            self._contained(lambda: self._run_candidate(None))
+        output: ModelRunnerOutput | None = self._timed(
+            "reference", lambda: self._reference.execute(scheduler_output)
+        )
         if output is not None:
             self._finish_empty()
         return output
@@ -136,8 +158,12 @@ class LockstepWorker(CPUWorker):
             report.reference = self._reference.observation()
         if self._steps:
             drawn = zip(output.req_ids, output.sampled_token_ids, strict=True)
-            forced = {req_id: tokens[0] for req_id, tokens in drawn if tokens} if settings.forced else None
-            self._run_candidate(forced)
+            forced = (
+                {req_id: tokens[0] for req_id, tokens in drawn if tokens}
+                if settings.forced
+                else None
+            )
+            self._contained(lambda: self._run_candidate(forced))
         self._tell()
         return output
 
@@ -145,7 +171,7 @@ class LockstepWorker(CPUWorker):
         assert self._kv_cache_config is not None
         config = self._candidate_config()
         with set_current_vllm_config(config):
-            subject = SUBJECTS[name](config)
+            subject: Subject = SUBJECTS[name](config)
             load(subject, config, self._reference.runner.get_model())
             subject.runner.get_kv_cache_spec()
             initialize(subject, copy.deepcopy(self._kv_cache_config))
@@ -159,15 +185,35 @@ class LockstepWorker(CPUWorker):
         return config
 
     def _finish_empty(self) -> None:
+        self._contained(self._run_empty)
+        self._tell()
+
+    def _run_empty(self) -> None:
         assert self._pass is not None
         candidate = self.candidate(self._pass.candidate)
         for step in self._steps:
             candidate.execute(step)
+
+    def _contained(self, part: Callable[[], None]) -> None:
+        """Run the candidate's part of a step.
+
+        If it fails, the pass goes on without the candidate.
+        """
+        assert self._report is not None
+        if self.crash is not None:
+            return
+        try:
+            part()
+            self._report.candidate_ran = True
+        except Exception:  # noqa: BLE001 - whatever the candidate does wrong is a finding, not a failure of the run
+            self.crash = traceback.format_exc(limit=-6)
         self._steps = []
-        self._tell()
 
     def _run_candidate(self, forced: dict[str, int] | None) -> None:
-        """Run the candidate's whole step. V1 draws from the process's generator, which it must find as the reference did."""
+        """Run the candidate's whole step.
+
+        V1 draws from the process's generator, which it must find as the reference did.
+        """
         settings, report = self._pass, self._report
         assert settings is not None
         assert report is not None
@@ -190,10 +236,13 @@ class LockstepWorker(CPUWorker):
         settings, report = self._pass, self._report
         assert settings is not None
         assert report is not None
-        if settings.observe:
+        if settings.observe and self.crash is None:
             report.ledgers = (self._reference.ledger(), self.candidate(settings.candidate).ledger())
         self._report = None
-        settings.listener(report)
+        try:
+            settings.listener(report)
+        except Exception as error:
+            raise HarnessError(f"step {report.number} could not be compared: {error}") from error
 
     def _timed(self, side: str, call: Callable[[], Any]) -> Any:
         settings, report = self._pass, self._report

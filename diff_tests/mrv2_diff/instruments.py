@@ -1,0 +1,154 @@
+"""Instruments for one runner's part of a step: bytes that it allocates, and bytes that it keeps."""
+
+import tracemalloc
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile
+
+from mrv2_diff.record import Latency, Memory, Quartiles
+
+
+@dataclass(slots=True)
+class MemoryMeter:
+    """Peaks over the calls that were wrapped, by side.
+
+    Tensor bytes come from torch's allocation events, so that a temporary that lives for a
+    microsecond counts; Python's from tracemalloc, which sees numpy's arrays too. Both slow a step
+    down manyfold: never time with this in place.
+    """
+
+    every: int
+    """Measure every n-th call pair; the instruments cost milliseconds."""
+    tensor_peak: dict[str, int] = field(default_factory=dict)
+    python_peak: dict[str, int] = field(default_factory=dict)
+    _calls: dict[str, int] = field(default_factory=dict)
+
+    def __call__(self, side: str, call: Callable[[], Any]) -> Any:
+        """Run a call under the instruments, in the steps whose turn it is."""
+        number = self._calls[side] = self._calls.get(side, 0) + 1
+        if (number - 1) // 2 % self.every:
+            return call()
+        before, _ = tracemalloc.get_traced_memory()
+        tracemalloc.reset_peak()
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+            result = call()
+            _, peak = tracemalloc.get_traced_memory()
+        self.python_peak[side] = max(self.python_peak.get(side, 0), peak - before)
+        self.tensor_peak[side] = max(self.tensor_peak.get(side, 0), tensor_peak(profiler))
+        return result
+
+    def __enter__(self) -> "MemoryMeter":
+        """Start to trace Python's allocations."""
+        tracemalloc.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        """Stop tracing."""
+        tracemalloc.stop()
+
+    def memory(self, side: str, held_bytes: int) -> Memory:
+        """Return the peaks of one side as a record keeps them."""
+        return Memory(
+            step_peak_tensor_bytes=self.tensor_peak[side],
+            step_peak_python_bytes=self.python_peak[side],
+            state_held_bytes=held_bytes,
+        )
+
+
+def tensor_peak(profiler: profile) -> int:
+    """Return the largest sum of tensor bytes that were held at once in a profile."""
+    results = profiler.profiler.kineto_results if profiler.profiler is not None else None
+    if results is None:
+        raise RuntimeError("the profiler recorded nothing; was it stopped?")
+    events: list[Any] = sorted(
+        (event for event in results.events() if event.name() == "[memory]"),
+        key=lambda event: event.start_ns(),
+    )
+    held = peak = 0
+    for event in events:
+        held += event.nbytes()
+        peak = max(peak, held)
+    return int(peak)
+
+
+def held_bytes(root: object, without: list[Tensor]) -> int:
+    """Return the bytes of all tensors and arrays that an object reaches, each storage once.
+
+    Args:
+        root: The runner. Modules (the weights) and vLLM's config are not followed.
+        without: Tensors that do not count, such as the KV cache.
+    """
+    storages: dict[int, int] = {}
+    for value in _reachable(root):
+        if isinstance(value, Tensor):
+            storage = value.untyped_storage()
+            storages[storage.data_ptr()] = storage.nbytes()
+        elif isinstance(value, np.ndarray):
+            base = value
+            while isinstance(base.base, np.ndarray):
+                base = base.base
+            storages.setdefault(base.__array_interface__["data"][0], base.nbytes)
+    for tensor in without:
+        storages.pop(tensor.untyped_storage().data_ptr(), None)
+    return sum(storages.values())
+
+
+def latency(execute: list[float], sample: list[float]) -> Latency:
+    """Return the quartiles of one runner's step times.
+
+    On a worker without async scheduling a runner returns its output from `sample`, so that waiting
+    for it is part of that.
+
+    Args:
+        execute: Seconds in execute, for each step.
+        sample: Seconds in sample, for each step.
+    """
+    total = [first + second for first, second in zip(execute, sample, strict=True)]
+    return Latency(
+        execute_us=quartiles(execute),
+        sample_us=quartiles(sample),
+        output_us=quartiles([0.0] * len(total)),
+        total_us=quartiles(total),
+    )
+
+
+def quartiles(seconds: list[float]) -> Quartiles:
+    """Return quartiles in microseconds; at least one value."""
+    q1, median, q3 = (float(value) * 1e6 for value in np.percentile(seconds, (25, 50, 75)))
+    return Quartiles(q1=q1, median=median, q3=q3, count=len(seconds))
+
+
+_NOT_FOLLOWED = (nn.Module, type, str, bytes, int, float, bool, torch.dtype, torch.device)
+
+
+def _reachable(root: object) -> Iterator[object]:
+    seen: set[int] = set()
+    stack = [root]
+    while stack:
+        value = stack.pop()
+        if id(value) in seen or isinstance(value, _NOT_FOLLOWED) or _is_config(value):
+            continue
+        seen.add(id(value))
+        yield value
+        stack.extend(_parts(value))
+
+
+def _is_config(value: object) -> bool:
+    return type(value).__module__.startswith("vllm.config")
+
+
+def _parts(value: object) -> list[object]:
+    if isinstance(value, dict):
+        return list(value.values())
+    if isinstance(value, list | tuple | set | frozenset):
+        return list(value)
+    if isinstance(value, Tensor | np.ndarray):
+        return []
+    slots = [name for kind in type(value).__mro__ for name in getattr(kind, "__slots__", ())]
+    slotted = [getattr(value, name) for name in slots if hasattr(value, name)]
+    return [*vars(value).values(), *slotted] if hasattr(value, "__dict__") else slotted

@@ -1,0 +1,408 @@
+"""Run cases: passes of two runners over the same batches, then one record for each case.
+
+A case is run in passes, because what is needed to observe a value spoils what is measured: *forced*
+(the reference's tokens are committed in both runners, so that every position is compared), *free*
+(the candidate commits its own, so that a faulty commit shows), a pass for latency without
+observers, and one for memory under its instruments.
+"""
+
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from mrv2_diff import instruments, noise
+from mrv2_diff.case import Abort, Add, Case, EngineSpec, Event
+from mrv2_diff.compare.steps import Expectations, compare_ledgers, compare_step
+from mrv2_diff.compare.tally import Place, Tally
+from mrv2_diff.environment import collect
+from mrv2_diff.lockstep.engine import ENVIRONMENT, LockstepEngine
+from mrv2_diff.lockstep.worker import HarnessError, Pass, StepReport
+from mrv2_diff.models.checkpoint import cached_model
+from mrv2_diff.record import Latency, Memory, Record
+from mrv2_diff.verdict import Divergence, Verdict
+
+OnStep = Callable[[str, int], None]
+
+_WARMUP_STEPS = 3
+"""Steps of a latency pass that do not count."""
+_MEASURED_STEPS = 40
+"""Steps of a memory pass that carry instruments, spread over the pass."""
+_ALWAYS = (
+    "input_ids",
+    "positions",
+    "seq_lens",
+    "slots",
+    "logits",
+    "processed_logits",
+    "output",
+    "ledger",
+)
+"""Values that every case compares; none at all is a failure."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunRequest:
+    """Which cases to run, on which pair of runners."""
+
+    cases: tuple[Case, ...]
+    pair: tuple[str, str]
+    """Reference and candidate; the reference is V1, which drives the engine."""
+    model: Path | None
+    """Checkpoint to run in place of the tiny ones; None: what each case names."""
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What a case's passes found."""
+
+    tally: Tally
+    modes: list[str] = field(default_factory=list)
+    steps: int = 0
+    request_steps: int = 0
+    events: dict[str, int] = field(default_factory=dict)
+    logit_diffs: list[float] = field(default_factory=list)
+    crash: str | None = None
+    memory: dict[str, Memory] = field(default_factory=dict)
+    latency: dict[str, Latency] = field(default_factory=dict)
+
+
+def run_cases(request: RunRequest, on_step: OnStep | None = None) -> Iterator[Record]:
+    """Run each case and yield its record as soon as it is known.
+
+    Args:
+        request: What to run. Cases that share an engine run together, otherwise in the given order.
+        on_step: Told the case and the number of steps so far, for a progress bar.
+    """
+    environment = collect("cpu", seed=0) | {
+        "torch compile": "off" if ENVIRONMENT["TORCH_COMPILE_DISABLE"] == "1" else "on"
+    }
+    for spec in dict.fromkeys(case.engine for case in request.cases):
+        cases = [case for case in request.cases if case.engine == spec]
+        with _Bench(spec, request, on_step or _ignore_step, environment) as bench:
+            for case in cases:
+                yield bench.record(case)
+
+
+class _Bench:
+    """An engine with its noise floor; made when it is first needed, and again after a crash."""
+
+    def __init__(
+        self, spec: EngineSpec, request: RunRequest, on_step: OnStep, environment: dict[str, str]
+    ) -> None:
+        self._spec = spec
+        self._request = request
+        self._on_step = on_step
+        self._environment = environment
+        self._engine: LockstepEngine | None = None
+        self._floor: dict[str, float] | None = None
+        self._stack = ExitStack()
+
+    def __enter__(self) -> "_Bench":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._stack.close()
+
+    def record(self, case: Case) -> Record:
+        """Run one case and judge it."""
+        try:
+            engine = self._ready()
+            outcome = self._passes(engine, case)
+        except HarnessError:
+            raise
+        except Exception:  # noqa: BLE001 - a runner may fail in any way; the failure is the result
+            self._stack.close()
+            self._engine = None
+            return self._failed(case, traceback.format_exc(limit=-6))
+        return self._judged(case, outcome)
+
+    def _ready(self) -> LockstepEngine:
+        if self._engine is None:
+            model = self._request.model or cached_model(self._spec.model)
+            self._engine = LockstepEngine(self._spec, model)
+            self._stack.callback(self._engine.close)
+        if self._floor is None:
+            self._floor = measure_floor(self._engine)
+        return self._engine
+
+    def _passes(self, engine: LockstepEngine, case: Case) -> Outcome:
+        assert self._floor is not None
+        outcome = Outcome(
+            Tally({value: noise.MARGIN * floor for value, floor in self._floor.items()})
+        )
+        events, candidate = case.workload(), self._request.pair[1]
+        for mode, schedule in _modes(case, self._request.pair):
+            self._compare(engine, case, outcome, events, mode, schedule)
+            if outcome.crash is not None:
+                return outcome
+        _measure_latency(engine, events, candidate, outcome)
+        _measure_memory(engine, events, candidate, outcome)
+        return outcome
+
+    def _compare(
+        self,
+        engine: LockstepEngine,
+        case: Case,
+        outcome: Outcome,
+        events: tuple[Event, ...],
+        mode: str,
+        schedule: str,
+    ) -> None:
+        place = Place(mode if schedule == "same" else f"{mode}, {schedule}", 0)
+        expected = expectations(events)
+        outcome.modes.append(place.mode)
+        first = len(outcome.modes) == 1
+
+        def listen(report: StepReport) -> None:
+            place.step = report.number
+            self._on_step(case.id, outcome.steps)
+            outcome.steps += 1
+            outcome.request_steps += len(report.scheduler_output.num_scheduled_tokens)
+            if first:
+                _count_events(outcome.events, report)
+            _compare_report(outcome, place, expected, report)
+
+        engine.run(
+            events,
+            Pass(
+                candidate=self._request.pair[1],
+                forced=mode == "forced",
+                schedule=schedule,
+                listener=listen,
+            ),
+        )
+        if first:
+            outcome.events["aborts"] = sum(isinstance(event, Abort) for event in events)
+        outcome.crash = engine.worker.crash
+
+    def _judged(self, case: Case, outcome: Outcome) -> Record:
+        verdict, summary = judge(case, outcome)
+        assert self._floor is not None
+        return Record(
+            id=case.id,
+            area=case.area,
+            feature=case.feature,
+            pair=self._request.pair,
+            verdict=verdict,
+            summary=summary,
+            modes=tuple(outcome.modes),
+            steps=outcome.steps,
+            request_steps=outcome.request_steps,
+            events=outcome.events,
+            agreements={value: total.agreement() for value, total in outcome.tally.totals.items()},
+            noise_floor=self._floor,
+            memory=outcome.memory,
+            latency=outcome.latency,
+            logit_diffs=outcome.logit_diffs,
+            first_divergence=outcome.tally.first,
+            error=outcome.crash,
+            command=self._command(case),
+            environment=self._environment,
+        )
+
+    def _failed(self, case: Case, error: str) -> Record:
+        return Record(
+            id=case.id,
+            area=case.area,
+            feature=case.feature,
+            pair=self._request.pair,
+            verdict=Verdict.REFERENCE_CRASHED,
+            summary="the reference or its engine failed",
+            modes=(),
+            steps=0,
+            request_steps=0,
+            events={},
+            agreements={},
+            noise_floor=self._floor or {},
+            memory={},
+            latency={},
+            error=error,
+            command=self._command(case),
+            environment=self._environment,
+        )
+
+    def _command(self, case: Case) -> str:
+        model = f" --model {self._request.model}" if self._request.model else ""
+        return f"mrv2-diff run --case {case.id} --pair {','.join(self._request.pair)}{model}"
+
+
+def measure_floor(engine: LockstepEngine) -> dict[str, float]:
+    """Return the reference's largest difference from itself, in spacings, by kind of value."""
+    events = noise.probe()
+    expected = expectations(events)
+    tally = Tally(None)
+
+    def listen(report: StepReport) -> None:
+        if report.reference is not None and report.candidate is not None:
+            compare_step(
+                tally, Place("forced", report.number), expected, report.reference, report.candidate
+            )
+
+    for schedule in noise.SCHEDULES:
+        engine.run(events, Pass(candidate="v1", forced=True, schedule=schedule, listener=listen))
+        if engine.worker.crash is not None:
+            raise RuntimeError(f"the reference failed beside itself:\n{engine.worker.crash}")
+    if tally.first is not None:
+        raise RuntimeError(f"the reference differs from itself beyond rounding: {tally.first}")
+    return {
+        value: tally.totals[value].required for value in ("logits", "processed_logits", "logprobs")
+    }
+
+
+def judge(case: Case, outcome: Outcome) -> tuple[Verdict, str]:
+    """Return the verdict on a case and one sentence about it."""
+    first = outcome.tally.first
+    if first is not None:  # a crash that follows is a consequence
+        verdict = Verdict.WRONG_SHAPE if first.policy == "same shape" else Verdict.WRONG_VALUE
+        return verdict, _sentence(first)
+    if outcome.crash is not None:
+        return Verdict.CRASHED, f"the candidate failed: {outcome.crash.strip().splitlines()[-1]}"
+    absent = [value for value in _expected_values(case) if not _compared(outcome, value)]
+    absent += [
+        f"events of kind {kind}" for kind in sorted(case.expects) if not outcome.events.get(kind)
+    ]
+    if absent:
+        return Verdict.MISSING, f"nothing was compared of: {', '.join(absent)}"
+    if outcome.tally.near_ties:
+        return (
+            Verdict.NEAR_TIE,
+            f"{outcome.tally.near_ties} tokens differ where two logits lie within the floor",
+        )
+    total = sum(item.compared for item in outcome.tally.totals.values())
+    return Verdict.MATCH, f"{total} values agree over {outcome.request_steps} request-steps"
+
+
+def expectations(events: tuple[Event, ...]) -> Expectations:
+    """Return what a workload says about its requests."""
+    adds = [event for event in events if isinstance(event, Add)]
+    return Expectations(
+        greedy=frozenset(event.req_id for event in adds if event.temperature == 0.0),
+        num_logprobs={event.req_id: event.logprobs for event in adds},
+    )
+
+
+def _modes(case: Case, pair: tuple[str, str]) -> list[tuple[str, str]]:
+    """Return the comparing passes of a case.
+
+    Mode and schedule. A runner is also compared with itself under other schedules.
+    """
+    modes = [("forced", "same")]
+    if case.deterministic:
+        modes.append(("free", "same"))
+    if pair[0] == pair[1]:
+        seeded = any(isinstance(event, Add) and event.seed is not None for event in case.workload())
+        # V1 on a CPU fails on a seeded request whose prompt is cut into chunks.
+        modes.extend(
+            ("forced", schedule)
+            for schedule in noise.SCHEDULES
+            if not (seeded and schedule == "other chunks")
+        )
+    return modes
+
+
+def _compare_report(
+    outcome: Outcome, place: Place, expected: Expectations, report: StepReport
+) -> None:
+    if report.ledgers is not None and report.candidate_ran:
+        compare_ledgers(outcome.tally, place, *report.ledgers)
+    if report.reference is None or report.candidate is None or outcome.tally.stopped:
+        return
+    compare_step(outcome.tally, place, expected, report.reference, report.candidate)
+    outcome.logit_diffs.append(outcome.tally.step_logit_diff)
+
+
+def _count_events(events: dict[str, int], report: StepReport) -> None:
+    step = report.scheduler_output
+    drawn = len(report.reference.draw_ids) if report.reference is not None else 0
+    counts = {
+        "arrivals": len(step.scheduled_new_reqs),
+        "finishes": len(step.finished_req_ids),
+        "preemptions": len(step.preempted_req_ids or ()),
+        "resumes": len(step.scheduled_cached_reqs.resumed_req_ids),
+        "chunks": len(step.num_scheduled_tokens) - drawn,
+        "cache_hits": sum(request.num_computed_tokens > 0 for request in step.scheduled_new_reqs),
+        "empty_steps": int(not step.num_scheduled_tokens),
+    }
+    for kind, count in counts.items():
+        events[kind] = events.get(kind, 0) + count
+
+
+def _measure_latency(
+    engine: LockstepEngine, events: tuple[Event, ...], candidate: str, outcome: Outcome
+) -> None:
+    seconds: dict[str, tuple[list[float], list[float]]] = {
+        "reference": ([], []),
+        "candidate": ([], []),
+    }
+
+    def listen(report: StepReport) -> None:
+        if report.number < _WARMUP_STEPS or any(
+            len(report.seconds.get(side, ())) != 2 for side in seconds
+        ):
+            return
+        for side, (execute, sample) in seconds.items():
+            execute.append(report.seconds[side][0])
+            sample.append(report.seconds[side][1])
+
+    engine.run(
+        events,
+        Pass(candidate=candidate, forced=False, observe=False, alternate=True, listener=listen),
+    )
+    for side, name in _sides(candidate).items():
+        outcome.latency[name] = instruments.latency(*seconds[side])
+
+
+def _measure_memory(
+    engine: LockstepEngine, events: tuple[Event, ...], candidate: str, outcome: Outcome
+) -> None:
+    passes = max(len(outcome.modes), 1)
+    meter = instruments.MemoryMeter(every=max(1, outcome.steps // passes // _MEASURED_STEPS))
+    with meter:
+        engine.run(
+            events,
+            Pass(
+                candidate=candidate,
+                forced=False,
+                observe=False,
+                wrap=meter,
+                listener=lambda report: None,
+            ),
+        )
+    subjects = {
+        "reference": engine.worker.reference,
+        "candidate": engine.worker.candidate(candidate),
+    }
+    for side, name in _sides(candidate).items():
+        held = instruments.held_bytes(subjects[side].runner, subjects[side].kv_tensors())
+        outcome.memory[name] = meter.memory(side, held)
+
+
+def _sides(candidate: str) -> dict[str, str]:
+    return {"reference": "v1", "candidate": candidate if candidate != "v1" else "v1 again"}
+
+
+def _expected_values(case: Case) -> list[str]:
+    expected = expectations(case.workload())
+    values = list(_ALWAYS)
+    if expected.greedy:
+        values.append("tokens")
+    if any(count is not None for count in expected.num_logprobs.values()):
+        values += ["logprobs", "ranks"]
+    return values
+
+
+def _compared(outcome: Outcome, value: str) -> int:
+    total = outcome.tally.totals.get(value)
+    return total.compared if total is not None else 0
+
+
+def _sentence(first: Divergence) -> str:
+    where = f"step {first.step} ({first.mode})"
+    whose = f" of {first.req_id} at {first.index}" if first.req_id else ""
+    return f"{where}: {first.value}{whose} is {first.candidate}, V1 has {first.reference}"
+
+
+def _ignore_step(case_id: str, step: int) -> None:
+    """Report progress to nobody."""

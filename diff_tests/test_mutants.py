@@ -1,0 +1,41 @@
+"""The harness finds faults: each one by the value that was named beforehand, and none where there is none."""
+
+from pathlib import Path
+
+import pytest
+from mrv2_diff.mutants import MUTANTS, Mutant
+
+from mrv2_diff import cli
+from mrv2_diff.record import Record, read
+from mrv2_diff.verdict import Verdict
+
+pytestmark = pytest.mark.vllm
+
+
+def run_case(case: str, out: Path) -> tuple[int, Record]:
+    """Run one case as a user would, and return the exit code and the record."""
+    code = cli.main(["run", "--case", case, "--out", str(out)])
+    (record,) = read(out / "records.jsonl")
+    return code, record
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.id)
+def test_fault_is_found_by_the_value_named_beforehand(mutant: Mutant, tmp_path: Path) -> None:
+    with mutant.apply():
+        code, record = run_case(mutant.case, tmp_path)
+    assert code == 1
+    assert record.verdict is Verdict.WRONG_VALUE, record.error
+    assert record.first_divergence is not None
+    assert record.first_divergence.value == mutant.first
+
+
+@pytest.mark.parametrize("case", sorted({mutant.case for mutant in MUTANTS}))
+def test_control_without_a_fault_passes(case: str, tmp_path: Path) -> None:
+    code, record = run_case(case, tmp_path)
+    assert code == 0
+    assert record.verdict is Verdict.MATCH
+    assert record.first_divergence is None
+
+
+def test_there_are_ten_faults_of_different_kinds() -> None:
+    assert len({mutant.id for mutant in MUTANTS}) == len(MUTANTS) == 10
