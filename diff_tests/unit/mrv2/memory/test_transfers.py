@@ -216,18 +216,20 @@ def test_an_upload_into_a_tensor_returns_that_tensor() -> None:
 
 
 @pytest.mark.gpu
-def test_a_busy_gpu_computes_what_an_idle_one_does() -> None:
-    # The stream sleeps before each step, so that every copy is late by several steps of the host.
-    config = replace(CONFIG, device=torch.device("cuda"))
+@pytest.mark.parametrize(("made_by", "shows"), [(OneBuffer, True), (Transfers, False)])
+def test_a_busy_gpu_computes_what_an_idle_one_does(made_by: MadeBy, shows: bool) -> None:
+    # The stream sleeps behind each step, so that every copy is late by several steps of the host.
+    config = replace(ONE_BLOCK, device=torch.device("cuda"))
 
-    def outputs(after_step: Callable[[], None], lag: int) -> Outputs:
-        toy = Toy(config, windows=(None, 6))
+    def outputs(made_by: MadeBy, after_step: Callable[[], None], lag: int) -> Outputs:
+        toy = Toy(config, windows=(None, 6), transfers=made_by(config.device, queue_copy))
         toy.play(turning_story(), 50, lag=lag, after_step=after_step)
         return toy.outputs()
 
-    plain = outputs(torch.cuda.synchronize, 0)
-    assert sum(len(tokens) for _, tokens in plain) == 100
-    assert outputs(lambda: torch.cuda._sleep(20_000_000), 5) == plain
+    idle = outputs(Transfers, torch.cuda.synchronize, 0)
+    assert sum(len(tokens) for _, tokens in idle) == 100
+    busy = outputs(made_by, lambda: torch.cuda._sleep(20_000_000), 5)  # cycles: about 10 ms
+    assert (busy != idle) == shows
 
 
 @pytest.mark.gpu
