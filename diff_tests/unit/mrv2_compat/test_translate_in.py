@@ -1,0 +1,282 @@
+"""What each event of vLLM's V1-mode scheduler becomes, without a model and without a runner."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+
+from mrv2 import Continuation, ProtocolError, Sampling, StepPlan
+from mrv2_compat.vllm_v1.ledger import RequestLedger
+
+pytestmark = pytest.mark.vllm
+
+Blocks = tuple[list[int], ...]
+
+
+@dataclass(frozen=True)
+class Cached:
+    """A request that ran before, as the scheduler repeats it."""
+
+    num_computed: int
+    num_outputs: int
+    new_blocks: Blocks | None = None
+    resumed: bool = False
+    all_token_ids: Sequence[int] | None = None
+
+
+@dataclass
+class Adapter:
+    """Translates step after step with one ledger."""
+
+    seed: int = 7
+    ledger: RequestLedger = field(default_factory=RequestLedger)
+
+    def step(
+        self,
+        work: Mapping[str, int],
+        *,
+        new: Sequence[Any] = (),
+        cached: Mapping[str, Cached] | None = None,
+        finished: Sequence[str] = (),
+        preempted: Sequence[str] = (),
+    ) -> StepPlan:
+        from vllm.v1.core.sched.output import CachedRequestData, SchedulerOutput
+
+        from mrv2_compat.vllm_v1.translate_in import plan_step
+
+        cached = cached or {}
+        return plan_step(
+            SchedulerOutput(
+                scheduled_new_reqs=list(new),
+                scheduled_cached_reqs=CachedRequestData(
+                    req_ids=list(cached),
+                    resumed_req_ids={name for name, known in cached.items() if known.resumed},
+                    new_token_ids=[],
+                    all_token_ids={
+                        name: list(known.all_token_ids)
+                        for name, known in cached.items()
+                        if known.all_token_ids is not None
+                    },
+                    new_block_ids=[known.new_blocks for known in cached.values()],
+                    num_computed_tokens=[known.num_computed for known in cached.values()],
+                    num_output_tokens=[known.num_outputs for known in cached.values()],
+                ),
+                num_scheduled_tokens=dict(work),
+                total_num_scheduled_tokens=sum(work.values()),
+                scheduled_spec_decode_tokens={},
+                scheduled_encoder_inputs={},
+                finished_req_ids=set(finished),
+                free_encoder_mm_hashes=[],
+                preempted_req_ids=set(preempted) or None,
+            ),
+            self.ledger,
+            self.seed,
+        )
+
+
+def new(
+    req_id: str,
+    prompt: list[int] | None,
+    blocks: Blocks = ([1],),
+    num_computed: int = 0,
+    **params: Any,
+) -> Any:
+    from vllm.sampling_params import SamplingParams
+    from vllm.v1.core.sched.output import NewRequestData
+
+    return NewRequestData(
+        req_id=req_id,
+        prompt_token_ids=prompt,
+        mm_features=[],
+        sampling_params=SamplingParams(**params),
+        pooling_params=None,
+        block_ids=blocks,
+        num_computed_tokens=num_computed,
+        lora_request=None,
+    )
+
+
+@pytest.fixture
+def adapter() -> Adapter:
+    return Adapter()
+
+
+def rows(plan: StepPlan) -> list[tuple[str, int, int, int]]:
+    """The scheduled requests: id, tokens, position of the first, known tokens."""
+    work = plan.scheduled
+    return list(
+        zip(
+            work.req_ids,
+            work.num_tokens,
+            work.num_computed_tokens,
+            work.num_known_tokens,
+            strict=True,
+        )
+    )
+
+
+def test_a_new_request_with_a_cached_prefix_and_a_first_chunk(adapter: Adapter) -> None:
+    request = new("a", [5, 6, 7, 8, 9], ([3, 4], [9]), 2, temperature=0.5, seed=11, logprobs=4)
+    plan = adapter.step({"a": 2}, new=[request])
+    (arrival,) = plan.arrivals
+    assert arrival.req_id == "a"
+    assert arrival.token_ids == [5, 6, 7, 8, 9]
+    assert arrival.prompt_len == 5
+    assert arrival.num_computed_tokens == 2
+    assert arrival.block_ids == ([3, 4], [9])
+    assert arrival.sampling == Sampling(temperature=0.5, seed=11, num_logprobs=4)
+    assert (plan.departed, plan.continuations) == ((), ())
+    assert rows(plan) == [("a", 2, 2, 5)]
+
+
+def test_later_chunks_and_decodes_bring_only_new_blocks(adapter: Adapter) -> None:
+    adapter.step({"a": 2}, new=[new("a", [5, 6, 7, 8, 9])])
+    plan = adapter.step({"a": 3}, cached={"a": Cached(2, 0, ([2], [8]))})
+    assert plan.continuations == (Continuation(req_id="a", new_block_ids=([2], [8])),)
+    assert rows(plan) == [("a", 3, 2, 5)]
+    plan = adapter.step({"a": 1}, cached={"a": Cached(5, 1)})
+    assert (plan.departed, plan.arrivals, plan.continuations) == ((), (), ())
+    assert rows(plan) == [("a", 1, 5, 6)]
+
+
+def test_requests_that_ran_before_stand_before_new_ones(adapter: Adapter) -> None:
+    adapter.step({"a": 2}, new=[new("a", [5, 6])])
+    plan = adapter.step({"b": 3, "a": 1}, new=[new("b", [1, 2, 3])], cached={"a": Cached(2, 1)})
+    assert rows(plan) == [("a", 1, 2, 3), ("b", 3, 0, 3)]
+
+
+def test_a_request_that_was_not_scheduled_for_a_step_keeps_its_row(adapter: Adapter) -> None:
+    adapter.step({"a": 2, "b": 1}, new=[new("a", [5, 6]), new("b", [4])])
+    plan = adapter.step({"b": 1}, cached={"b": Cached(1, 1)})
+    assert plan.departed == ()
+    back = Cached(2, 1, None, all_token_ids=[5, 6, 40])
+    plan = adapter.step({"a": 1}, cached={"a": back})
+    assert (plan.departed, plan.arrivals, plan.continuations) == ((), (), ())
+    assert rows(plan) == [("a", 1, 2, 3)]
+
+
+def test_a_preempted_request_departs_and_stays_known(adapter: Adapter) -> None:
+    adapter.step({"a": 2, "b": 1}, new=[new("a", [5, 6]), new("b", [4])])
+    plan = adapter.step({"b": 1}, cached={"b": Cached(1, 1)}, preempted=["a"])
+    assert plan.departed == ("a",)
+    assert "a" in adapter.ledger
+
+
+def test_a_resumed_request_arrives_with_its_outputs_and_its_first_parameters(
+    adapter: Adapter,
+) -> None:
+    first = adapter.step({"a": 2}, new=[new("a", [5, 6], temperature=0.7, logprobs=2)])
+    adapter.step({}, preempted=["a"])
+    back = Cached(4, 3, ([7, 8],), resumed=True, all_token_ids=[5, 6, 40, 41, 42])
+    plan = adapter.step({"a": 1}, cached={"a": back})
+    (arrival,) = plan.arrivals
+    assert arrival.token_ids == [5, 6, 40, 41, 42]
+    assert arrival.prompt_len == 2
+    assert arrival.num_computed_tokens == 4
+    assert arrival.block_ids == ([7, 8],)
+    assert arrival.sampling == first.arrivals[0].sampling
+    assert plan.continuations == ()
+    assert rows(plan) == [("a", 1, 4, 5)]
+
+
+def test_a_request_preempted_and_resumed_in_one_step_departs_before_it_arrives(
+    adapter: Adapter,
+) -> None:
+    adapter.step({"a": 2}, new=[new("a", [5, 6])])
+    back = Cached(0, 1, ([7],), resumed=True, all_token_ids=[5, 6, 40])
+    plan = adapter.step({"a": 3}, cached={"a": back}, preempted=["a"])
+    assert set(plan.departed) == {"a"}
+    assert [arrival.token_ids for arrival in plan.arrivals] == [[5, 6, 40]]
+    assert rows(plan) == [("a", 3, 0, 3)]
+
+
+def test_a_resumed_request_departs_even_if_nobody_said_that_it_was_preempted(
+    adapter: Adapter,
+) -> None:
+    adapter.step({"a": 2}, new=[new("a", [5, 6])])
+    back = Cached(0, 1, ([7],), resumed=True, all_token_ids=[5, 6, 40])
+    assert adapter.step({"a": 3}, cached={"a": back}).departed == ("a",)
+
+
+@pytest.mark.parametrize(
+    "back",
+    [
+        Cached(0, 1, ([7],), resumed=True),
+        Cached(0, 1, None, resumed=True, all_token_ids=[5, 6, 40]),
+    ],
+)
+def test_a_resumed_request_without_tokens_or_blocks_is_refused(
+    adapter: Adapter, back: Cached
+) -> None:
+    adapter.step({"a": 2}, new=[new("a", [5, 6])])
+    with pytest.raises(ProtocolError, match="'a' is resumed without its tokens or without its"):
+        adapter.step({"a": 3}, cached={"a": back})
+
+
+def test_an_id_that_finished_and_comes_back_new_in_one_step(adapter: Adapter) -> None:
+    first = adapter.step({"a": 2}, new=[new("a", [5, 6], temperature=1.0)])
+    request = new("a", [9, 9, 9], temperature=0.2)
+    plan = adapter.step({"a": 3}, new=[request], finished=["a"])
+    assert plan.departed == ("a",)
+    (arrival,) = plan.arrivals
+    assert (arrival.token_ids, arrival.prompt_len) == ([9, 9, 9], 3)
+    assert arrival.sampling.temperature == 0.2
+    assert arrival.sampling.seed != first.arrivals[0].sampling.seed
+    assert rows(plan) == [("a", 3, 0, 3)]
+
+
+def test_a_new_request_whose_id_is_live_replaces_it(adapter: Adapter) -> None:
+    adapter.step({"a": 2}, new=[new("a", [5, 6])])
+    plan = adapter.step({"a": 2}, new=[new("a", [5, 6, 40, 3], num_computed=2)])
+    assert plan.departed == ("a",)
+    assert adapter.ledger.get("a").prompt_len == 4
+    assert rows(plan) == [("a", 2, 2, 4)]
+
+
+def test_finished_requests_are_forgotten_and_unknown_ids_are_skipped(adapter: Adapter) -> None:
+    adapter.step({"a": 2}, new=[new("a", [5, 6])])
+    plan = adapter.step({}, finished=["a", "never-ran"])
+    assert set(plan.departed) == {"a", "never-ran"}
+    assert len(adapter.ledger) == 0
+    assert plan.scheduled.req_ids == []
+
+
+def test_a_request_that_was_never_announced_is_refused(adapter: Adapter) -> None:
+    with pytest.raises(ProtocolError, match="'x', which it never announced or has finished"):
+        adapter.step({"x": 1}, cached={"x": Cached(3, 1)})
+
+
+def test_progress_that_went_down_is_passed_on(adapter: Adapter) -> None:
+    adapter.step({"a": 4}, new=[new("a", [5, 6, 7, 8])])
+    plan = adapter.step({"a": 3}, cached={"a": Cached(2, 1)})
+    assert rows(plan) == [("a", 3, 2, 5)]
+
+
+def test_a_request_without_token_ids_or_sampling_parameters_is_refused(adapter: Adapter) -> None:
+    message = "'a' has no prompt token ids or no sampling parameters"
+    with pytest.raises(ProtocolError, match=message):
+        adapter.step({"a": 1}, new=[new("a", None)])
+    with pytest.raises(ProtocolError, match=message):
+        adapter.step({"a": 1}, new=[replace(new("a", [1]), sampling_params=None)])
+
+
+def test_seeds_are_the_requests_own_or_made_from_the_engine_and_the_arrival() -> None:
+    def seeds(engine_seed: int) -> list[int]:
+        adapter = Adapter(engine_seed)
+        requests = [new("a", [1]), new("b", [1]), new("c", [1], seed=-3), new("d", [1])]
+        plan = adapter.step(dict.fromkeys("abcd", 1), new=requests)
+        again = adapter.step({"a": 1}, new=[new("a", [1])], finished=["a"])
+        return [arrival.sampling.seed for arrival in (*plan.arrivals, *again.arrivals)]
+
+    assert seeds(0) == seeds(0)
+    assert seeds(0)[2] == -3
+    assert len({*seeds(0), *seeds(1)}) == 9
+    assert all(0 <= seed < 2**64 for seed in seeds(5) if seed != -3)
+
+
+def test_what_the_scheduler_sent_is_not_changed(adapter: Adapter) -> None:
+    request = new("a", [5, 6], ([3],))
+    plan = adapter.step({"a": 2}, new=[request])
+    assert (request.prompt_token_ids, request.block_ids) == ([5, 6], ([3],))
+    assert plan.arrivals[0].token_ids is request.prompt_token_ids, "no copy of a long prompt"

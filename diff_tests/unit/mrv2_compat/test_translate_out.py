@@ -1,0 +1,67 @@
+"""What a step's output becomes for vLLM."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mrv2 import Logprobs, RunnerOutput
+
+pytestmark = pytest.mark.vllm
+
+IDS = np.array([[40, 1, 2], [41, 3, 4], [42, 5, 6]], dtype=np.int64)
+VALUES = np.array([[-1, -2, -3], [-4, -5, -6], [-7, -8, -9]], dtype=np.float32)
+RANKS = np.array([1, 2, 3], dtype=np.int64)
+
+
+def translated(output: RunnerOutput) -> Any:
+    from mrv2_compat.vllm_v1.translate_out import model_runner_output
+
+    return model_runner_output(output)
+
+
+def output(logprobs: Logprobs | None) -> RunnerOutput:
+    """Three requests; the one in the middle of its prompt drew nothing, the last drew two."""
+    return RunnerOutput(
+        req_ids=["a", "b", "c"],
+        token_ids=[[40], [], [41, 42]],
+        logprobs=logprobs,
+        cu_num_logits=np.array([0, 1, 1, 3], dtype=np.int32),
+    )
+
+
+def test_every_scheduled_request_is_in_the_output() -> None:
+    result = translated(output(None))
+    assert result.req_ids == ["a", "b", "c"]
+    assert result.req_id_to_index == {"a": 0, "b": 1, "c": 2}
+    assert result.sampled_token_ids == [[40], [], [41, 42]]
+    assert result.logprobs is None
+
+
+def test_a_requests_logprobs_are_found_behind_one_that_drew_nothing() -> None:
+    result = translated(output(Logprobs(token_ids=IDS, values=VALUES, ranks=RANKS)))
+    assert result.logprobs.cu_num_generated_tokens == [0, 1, 1, 3]
+    for index, (first, end) in enumerate(((0, 1), (1, 1), (1, 3))):
+        # vLLM's scheduler slices like this, for as many tokens as the request drew.
+        sliced = result.logprobs.slice_request(index, len(result.sampled_token_ids[index]))
+        assert sliced.logprob_token_ids.tolist() == IDS[first:end].tolist()
+        assert sliced.logprobs.tolist() == VALUES[first:end].tolist()
+        assert sliced.sampled_token_ranks.tolist() == RANKS[first:end].tolist()
+
+
+def test_an_output_in_flight_waits_once_it_is_asked_for() -> None:
+    from mrv2_compat.vllm_v1.translate_out import AsyncOutput
+
+    class Pending:
+        waited = 0
+
+        def wait(self) -> RunnerOutput:
+            self.waited += 1
+            return output(None)
+
+    pending: Any = Pending()
+    result = AsyncOutput(pending)
+    assert pending.waited == 0
+    assert result.get_output().sampled_token_ids == [[40], [], [41, 42]]
+    assert pending.waited == 1
+    assert result.get_kv_connector_output() is None
