@@ -82,7 +82,4 @@ def _split(token_ids: list[int], layout: BatchLayout) -> list[list[int]]:
     if layout.max_num_logits == 1 and layout.num_logits == layout.num_reqs:
         return [[token_id] for token_id in token_ids]
     cu_num_logits = layout.cu_num_logits.tolist()
-    return [
-        token_ids[first:end]
-        for first, end in zip(cu_num_logits, cu_num_logits[1:], strict=False)
-    ]
+    return [token_ids[first:end] for first, end in pairwise(cu_num_logits)]

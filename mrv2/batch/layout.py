@@ -35,8 +35,8 @@ class BatchLayout:
     """[num_reqs + 1]. Inclusive prefix sums of the logits that each request wants, with a leading
     zero."""
     packed: Int32
-    """[3 * num_reqs + 2]. `rows`, `query_start_loc` and `cu_num_logits` one after the other: what is
-    uploaded. The latter two are views of it."""
+    """[3 * num_reqs + 2]. `rows`, `query_start_loc` and `cu_num_logits` one after the other: what
+    is uploaded. The latter two are views of it."""
     logit_rows: Int32
     """[num_logits]. Logit -> state row."""
     num_tokens: int

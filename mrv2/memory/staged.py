@@ -170,9 +170,7 @@ def _word(dtype: torch.dtype) -> torch.dtype:
     return torch.int32 if dtype.itemsize == 4 else torch.int64
 
 
-def _pack(
-    writes: list[_Write], dtype: np.dtype[np.generic]
-) -> tuple[npt.NDArray[np.generic], int]:
+def _pack(writes: list[_Write], dtype: np.dtype[np.generic]) -> tuple[npt.NDArray[np.generic], int]:
     rows, starts, values = zip(*writes, strict=True)
     lengths = np.fromiter(map(len, values), dtype=np.int64, count=len(writes))
     ends = np.cumsum(lengths) + len(writes) * _HEADER

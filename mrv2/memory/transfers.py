@@ -32,7 +32,10 @@ def queue_copy(destination: Tensor, source: Tensor) -> None:
 
 
 class _Chunk:
-    """Host bytes with their views as numpy arrays and as tensors, made once: views cost more than small copies."""
+    """Host bytes with their views as numpy arrays and as tensors.
+
+    The views are made once, since making one costs more than a small copy.
+    """
 
     def __init__(self, num_bytes: int, pinned: bool) -> None:
         self.num_bytes = num_bytes
