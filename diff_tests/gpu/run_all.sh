@@ -36,7 +36,7 @@ import mrv2, mrv2_compat, vllm
 print(mrv2.__file__, mrv2_compat.__file__, vllm.__file__)
 ' || failed+=(environment)
 
-test="$python -m pytest -m gpu --tb=short -p no:cacheprovider --durations=5 --continue-on-collection-errors"
+test="$python -m pytest -m gpu --tb=short --durations=5 --continue-on-collection-errors"
 part kernels 240 $test diff_tests/test_ops.py diff_tests/unit diff_tests/gpu/test_draw.py &
 kernels=$!
 part engines 270 $test diff_tests/gpu/test_engines.py || failed+=(engines)

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-TIME_LIMIT_S = 400
+TIME_LIMIT_S = 240
 """For one job, the start of its engine included."""
 
 OURS = "mrv2_compat.vllm_v1.runner.VllmRunner"
@@ -86,21 +86,21 @@ def run_job(job: Job, runner: str, environ: Mapping[str, str] | None = None) -> 
         environ: More variables for the process.
 
     Raises:
-        RuntimeError: The program failed; with the end of its output.
+        RuntimeError: The program failed or took too long (status 124); with the end of its output.
     """
     dropped = ("MRV2_RUNNER", "MRV2_RUNNER_SET_FLAG", "MRV2_RUNNER_DECISION")
     clean = {name: value for name, value in os.environ.items() if name not in dropped}
     with tempfile.TemporaryDirectory(prefix="mrv2-job-") as folder:
         answer = Path(folder) / "outcome.json"
+        command = [sys.executable, "-m", __name__, str(answer)]
         done = subprocess.run(
-            [sys.executable, "-m", __name__, str(answer)],
+            ["timeout", "-k", "5", str(TIME_LIMIT_S), *command],
             input=json.dumps(dataclasses.asdict(job)),
             env={**clean, **_ENVIRONMENT, **(environ or {}), "MRV2_RUNNER": runner},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
             check=False,
-            timeout=TIME_LIMIT_S,
         )
         if done.returncode != 0 or not answer.is_file():
             raise RuntimeError(f"{runner} ended with {done.returncode}:\n{done.stdout[-6000:]}")
