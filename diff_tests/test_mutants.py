@@ -1,11 +1,11 @@
-"""The harness finds faults: each one by the value that was named beforehand, and none where there is none."""
+"""The harness finds faults, each by the value named beforehand, and none where there is none."""
 
 from pathlib import Path
 
 import pytest
-from mrv2_diff.mutants import MUTANTS, Mutant
 
 from mrv2_diff import cli
+from mrv2_diff.mutants import MUTANTS, Mutant
 from mrv2_diff.record import Record, read
 from mrv2_diff.verdict import Verdict
 

@@ -1,7 +1,8 @@
-"""Faults that are put into the runner from outside, one at a time, to see whether the harness finds them.
+"""Faults that are put into the runner from outside, one at a time, to see whether they are found.
 
-Each names beforehand the first value of the step chain that must differ, and a case in which it can. The runner has no switch for any
-of this: a fault replaces a method or one half of an op for as long as it is applied.
+Each names beforehand the first value of the step chain that must differ, and a case in which it
+can. The runner has no switch for any of this: a fault replaces a method or one half of an op for as
+long as it is applied.
 """
 
 from collections.abc import Callable, Iterator

@@ -1,5 +1,6 @@
 """One case's outcome as one line of JSON, with the figures and the environment behind it."""
 
+import math
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -104,7 +105,7 @@ class Record:
 
     def to_json(self) -> bytes:
         """Return one line of JSON without its newline."""
-        return msgspec.json.encode(asdict(self))
+        return msgspec.json.encode(_spelled(asdict(self)))
 
 
 def append(path: Path, record: Record) -> None:
@@ -148,4 +149,15 @@ def decode(line: bytes) -> Record:
     raw: dict[str, Any] = msgspec.json.decode(line, type=dict[str, Any])
     if raw.get("format") != FORMAT:
         raise msgspec.ValidationError(f"format is {raw.get('format')}, this reader knows {FORMAT}")
-    return msgspec.convert(raw, Record)
+    return msgspec.convert(raw, Record, strict=False)
+
+
+def _spelled(value: Any) -> Any:
+    """Return a value with its infinities and NaNs as text: JSON has no numbers for them."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else str(value)
+    if isinstance(value, dict):
+        return {key: _spelled(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_spelled(item) for item in value]
+    return value

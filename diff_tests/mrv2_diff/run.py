@@ -135,7 +135,7 @@ class _Bench:
         events, candidate = case.workload(), self._request.pair[1]
         for mode, schedule in _modes(case, self._request.pair):
             self._compare(engine, case, outcome, events, mode, schedule)
-            if outcome.crash is not None:
+            if outcome.crash is not None or outcome.tally.first is not None:
                 return outcome
         _measure_latency(engine, events, candidate, outcome)
         _measure_memory(engine, events, candidate, outcome)

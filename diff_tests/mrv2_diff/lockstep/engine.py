@@ -26,11 +26,16 @@ for _name, _value in ENVIRONMENT.items():
     os.environ.setdefault(_name, _value)
 
 # E402: vLLM reads the environment when it is imported.
+import torch  # noqa: E402
 from vllm import LLM, SamplingParams  # noqa: E402
 from vllm.distributed import cleanup_dist_env_and_memory  # noqa: E402
 
 from mrv2_diff.case import Abort, Add, EngineSpec, Event  # noqa: E402
 from mrv2_diff.lockstep.worker import LockstepWorker, Pass  # noqa: E402
+
+THREADS = 1
+"""Of torch, unless OMP_NUM_THREADS says otherwise. A tiny model's operations are too small for two
+threads to help, and threads that wait for each other make every figure depend on what else runs."""
 
 _MAX_IDLE_STEPS = 3
 """Steps that may pass without a scheduled token while requests wait.
@@ -48,6 +53,8 @@ class LockstepEngine:
     """
 
     def __init__(self, spec: EngineSpec, model: Path) -> None:
+        if "OMP_NUM_THREADS" not in os.environ and torch.get_num_threads() != THREADS:
+            torch.set_num_threads(THREADS)
         self._llm: Any = LLM(
             model=str(model),
             skip_tokenizer_init=True,
