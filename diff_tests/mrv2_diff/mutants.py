@@ -19,6 +19,7 @@ from mrv2.memory.staged import StagedWriteTensor
 from mrv2.ops.twin import TwinOp
 from mrv2.plan import Arrival
 from mrv2.sampling import sampler
+from mrv2.sampling.logprobs import gather_logprobs
 from mrv2.sampling.stage import LogitsView
 from mrv2.sampling.temperature import Temperature
 from mrv2.state import block_tables
@@ -95,8 +96,6 @@ def _swapped_logit_row() -> AbstractContextManager[object]:
 
 @contextmanager
 def _wrong_rank() -> Iterator[None]:
-    gather_logprobs = sampler.gather_logprobs
-
     def faulty(*args: Any, **kwargs: Any) -> Any:
         logprobs = gather_logprobs(*args, **kwargs)
         return replace(logprobs, ranks=logprobs.ranks + 1)
