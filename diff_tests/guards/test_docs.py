@@ -8,7 +8,10 @@ from typing import cast
 import pytest
 
 from mrv2.sampling.stages import STAGES
+from mrv2_compat.vllm_v1 import refusals
 from mrv2_diff.catalog import CASES
+from mrv2_diff.record import read
+from mrv2_diff.report.summary import verdict_text
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted(
@@ -84,6 +87,83 @@ def test_feature_table_names_the_file_of_every_stage() -> None:
     files = [Path(inspect.getfile(cast("type", stage))) for stage in STAGES]
     names = [file.relative_to(ROOT).as_posix() for file in files]
     assert not [name for name in names if name not in text]
+
+
+def feature_rows(text: str) -> dict[str, dict[str, str]]:
+    """The cells of the table of served features, by case and by heading."""
+    lines = [line for line in text.splitlines() if line.startswith("|")]
+    table = lines[: next(i for i, line in enumerate(lines) if line.startswith("| Refused"))]
+    headings, _, *rows = ([cell.strip() for cell in line.strip("|").split("|")] for line in table)
+    cells = [dict(zip(headings, row, strict=True)) for row in rows]
+    return {case: row for row in cells for case in re.findall(r"`([^`]+)`", row["Cases"])}
+
+
+def test_feature_table_contradicts_no_kept_record() -> None:
+    rows = feature_rows((ROOT / "docs" / "features.md").read_text())
+    latest = {}
+    for path in sorted((ROOT / "reports" / "parity").glob("*/*.jsonl")):
+        for record in read(path):
+            column = "CPU" if record.environment["cuda"] == "none" else "GPU"
+            if record.pair == ("v1", "mrv2") and record.id in rows:
+                latest[record.id, f"Parity on {column}"] = verdict_text(record.verdict)
+    wrong = {
+        f"{case}, {column}: {verdict}"
+        for (case, column), verdict in latest.items()
+        if verdict not in rows[case][column]
+    }
+    assert not wrong, f"docs/features.md says otherwise than the kept records: {sorted(wrong)}"
+
+
+def test_feature_rows_are_read_by_case() -> None:
+    table = "| F | Cases | Parity |\n|---|---|---|\n| x | `a.b`, `a.c` | match |\n\n| Refused | |\n"
+    assert feature_rows(table)["a.c"]["Parity"] == "match"
+
+
+def test_every_refusal_has_its_row() -> None:
+    text = (ROOT / "docs" / "features.md").read_text()
+    rules = [*refusals.CONFIG_RULES, *refusals.REQUEST_RULES]
+    names = [*(rule.path for rule in rules), *refusals.ENVIRONMENT_FLAGS]
+    assert not [name for name in names if f"`{name}`" not in text]
+    assert not [rule.feature for rule in refusals.CONFIG_RULES if rule.feature not in text]
+
+
+def tree_paths(text: str) -> set[str]:
+    """Paths in the first fenced block of a page: two spaces of indent for each folder above."""
+    found, above = set(), [""]
+    for line in text.split("```")[1].splitlines()[1:]:
+        if not line.strip():
+            continue
+        name = line.split()[0]
+        depth = (len(line) - len(line.lstrip())) // 2
+        path = above[depth] + name
+        del above[depth + 1 :]
+        above.append(path)
+        found.add(path)
+    return found
+
+
+def test_architecture_names_what_exists_and_every_module_of_the_runner_and_adapter() -> None:
+    paths = tree_paths((ROOT / "docs" / "architecture.md").read_text())
+    assert not sorted(path for path in paths if not (ROOT / path).exists())
+    modules = {
+        path.relative_to(ROOT).as_posix()
+        for folder in ("mrv2", "compat/mrv2_compat")
+        for path in (ROOT / folder).rglob("*.py")
+        if path.name != "__init__.py"
+    }
+    assert not sorted(modules - paths), "give these a line in the tree of docs/architecture.md"
+
+
+def test_a_tree_is_read_by_its_indent() -> None:
+    text = "```\na/        x\n  b/\n    c.py    y\n  d.py  z\n\ne/f/\n  g.py\n```"
+    assert tree_paths(text) == {"a/", "a/b/", "a/b/c.py", "a/d.py", "e/f/", "e/f/g.py"}
+
+
+def test_index_links_every_page() -> None:
+    index = ROOT / "docs" / "index.md"
+    linked = {(index.parent / target).resolve() for target in LINK.findall(index.read_text())}
+    pages = set((ROOT / "docs").rglob("*.md")) - {index}
+    assert not sorted(page.name for page in pages - linked)
 
 
 def test_cases_are_read_from_their_column_only() -> None:
