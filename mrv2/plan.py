@@ -91,8 +91,3 @@ class StepPlan:
     arrivals: tuple[Arrival, ...] = ()
     continuations: tuple[Continuation, ...] = ()
     scheduled: Scheduled
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens in the step, over all requests."""
-        return sum(self.scheduled.num_tokens)

@@ -15,7 +15,12 @@ from torch import Tensor
 
 from mrv2.batch.commit import commit_step
 from mrv2.batch.inputs import InputBatch, InputBuffers, prepare_inputs
-from mrv2.batch.layout import layout_batch
+from mrv2.batch.layout import (
+    BatchLayout,
+    is_next_decode,
+    lay_out_next_decode,
+    layout_batch,
+)
 from mrv2.config import RunnerConfig
 from mrv2.errors import ConfigError, ProtocolError
 from mrv2.graphs.shape import choose
@@ -73,6 +78,7 @@ class Runner:
         self._buffers = InputBuffers(config)
         self._model = model
         self._attention = attention
+        self._last_layout: BatchLayout | None = None
         self._num_executed = 0
         self._num_sampled = 0
 
@@ -85,13 +91,10 @@ class Runner:
             ProtocolError: The last step was not sampled, or the plan contradicts itself or the
                 rows. After any of these the rows are as they were.
         """
-        self._check(plan)
+        self._check_order(plan)
         self.trace.record("plan", plan)
+        layout = self._lay_out(plan)
         self.transfers.begin_step()
-        self._apply_events(plan)
-        scheduled = plan.scheduled
-        layout = layout_batch(scheduled, self.rows.rows(scheduled.req_ids))
-        self.requests.agree(layout.rows, layout.num_computed_tokens)
         self._flush()
         self.requests.advance(layout.rows, layout.query_lens)
         self.trace.record("layout", layout)
@@ -131,7 +134,7 @@ class Runner:
         batch = step.batch
         forced_ids = None if forced is None else self._forced_ids(batch, forced)
         self._num_sampled = step.number
-        logits = self._model.compute_logits(step.hidden[batch.logits_indices])
+        logits = self._model.compute_logits(_of_logits(step))
         self.trace.record("logits", logits)
         sampled = self.sampler(logits, batch.logits_view)
         pending = PendingOutput(batch.layout, sampled, self.transfers)
@@ -158,6 +161,7 @@ class Runner:
         """
         check_events(plan, self.config, self.rows, self.block_tables)
         self._apply_events(plan)
+        self._last_layout = None
 
     def _apply_events(self, plan: StepPlan) -> None:
         for req_id in plan.departed:
@@ -176,7 +180,7 @@ class Runner:
         for state in self._row_states:
             state.flush()
 
-    def _check(self, plan: StepPlan) -> None:
+    def _check_order(self, plan: StepPlan) -> None:
         if self._num_sampled != self._num_executed:
             raise ProtocolError(
                 f"step {self._num_executed} was executed but not sampled; "
@@ -187,8 +191,31 @@ class Runner:
                 "a step without scheduled requests has nothing to execute; "
                 "call update_rows for its events"
             )
+
+    def _lay_out(self, plan: StepPlan) -> BatchLayout:
+        """Check a plan, apply its events, and lay its work out.
+
+        A plain decode of the batch that ran last has its rows, its order and its counts already; it
+        costs the host what changed, not what is there.
+        """
+        scheduled, last = plan.scheduled, self._last_layout
         check_events(plan, self.config, self.rows, self.block_tables)
-        check_work(plan, self.config, self.rows)
+        if (
+            last is not None
+            and not plan.departed
+            and not plan.arrivals
+            and last.max_seq_len < self.config.max_model_len
+            and is_next_decode(last, scheduled)
+        ):
+            self._apply_events(plan)
+            layout = lay_out_next_decode(last, scheduled)
+        else:
+            check_work(plan, self.config, self.rows)
+            self._apply_events(plan)
+            layout = layout_batch(scheduled, self.rows.rows(scheduled.req_ids))
+            self.requests.agree(layout.rows, layout.num_computed_tokens)
+        self._last_layout = layout
+        return layout
 
     def _forced_ids(self, batch: InputBatch, forced: Sequence[int]) -> npt.NDArray[np.int64]:
         if len(forced) != batch.layout.num_logits:
@@ -202,3 +229,11 @@ class Runner:
                 f"the vocabulary of {self.config.vocab_size}"
             )
         return token_ids
+
+
+def _of_logits(step: StepInFlight) -> Tensor:
+    """Return the hidden states that become logits: all as they are, if every token does."""
+    layout = step.batch.layout
+    if layout.num_logits == layout.num_tokens:
+        return step.hidden[: layout.num_tokens]
+    return step.hidden.index_select(0, step.batch.logits_indices)

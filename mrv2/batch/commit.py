@@ -83,8 +83,8 @@ def _commit_step_reference(
             column takes the token that a row's last logit draws when the row is full.
         num_computed_tokens: [max_rows] int32. Written at rows.
     """
-    num_computed_tokens[rows] = seq_lens
-    token_table[logit_rows, positions] = drawn.to(torch.int32)
+    num_computed_tokens.index_copy_(0, rows.long(), seq_lens)
+    token_table.index_put_((logit_rows.long(), positions), drawn.to(torch.int32))
 
 
 commit_step = TwinOp(

@@ -6,13 +6,14 @@ without the host having seen it.
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from mrv2.batch.layout import BatchLayout
+from mrv2.batch.layout import BatchLayout, Int32, section_len
 from mrv2.config import RunnerConfig
 from mrv2.memory.transfers import Transfers
 from mrv2.ops.launch import Launch
@@ -89,11 +90,12 @@ def _gather_tokens_reference(
         positions: [num_tokens] int64. Written.
         seq_lens: [num_reqs] int32. Written: computed tokens with this step's.
     """
-    first = num_computed_tokens[rows]
+    first = num_computed_tokens.index_select(0, rows)
     if max_query_len == 1 and rows.shape[0] == positions.shape[0]:  # every request has one token
         positions.copy_(first)
         torch.add(first, 1, out=seq_lens)
-        input_ids.copy_(token_table[rows, first])
+        cells = torch.add(positions, rows.long(), alpha=token_table.shape[1])
+        torch.take(token_table, cells, out=input_ids)
         return
     query_lens = query_start_loc.diff()
     batch_idx = torch.repeat_interleave(query_lens, output_size=positions.shape[0])
@@ -201,6 +203,23 @@ locate_logits = TwinOp(
 )
 
 
+class InputViews(NamedTuple):
+    """The parts of the input buffers that a step of one shape uses; see `InputBatch`."""
+
+    packed: Tensor
+    rows: Tensor
+    query_start_loc: Tensor
+    cu_num_logits: Tensor
+    input_ids: Tensor
+    positions: Tensor
+    seq_lens: Tensor
+    block_tables: tuple[Tensor, ...]
+    slots: tuple[Tensor, ...]
+    logits_indices: Tensor
+    logit_rows: Tensor
+    logit_positions: Tensor
+
+
 class InputBuffers:
     """Device memory that every step's inputs are written into, at fixed addresses.
 
@@ -213,15 +232,54 @@ class InputBuffers:
 
     def __init__(self, config: RunnerConfig) -> None:
         device, num_reqs, num_tokens = config.device, config.max_num_reqs, config.max_num_tokens
-        self.input_ids = torch.zeros(num_tokens, dtype=torch.int32, device=device)
-        self.positions = torch.zeros(num_tokens, dtype=torch.int64, device=device)
-        self.seq_lens = torch.zeros(num_reqs, dtype=torch.int32, device=device)
-        self.block_tables = tuple(
+
+        def buffer(size: int, dtype: torch.dtype) -> Tensor:
+            return torch.zeros(size, dtype=dtype, device=device)
+
+        self._packed = buffer(3 * section_len(num_reqs), torch.int32)
+        self._input_ids = buffer(num_tokens, torch.int32)
+        self._positions = buffer(num_tokens, torch.int64)
+        self._seq_lens = buffer(num_reqs, torch.int32)
+        self._block_tables = tuple(
             torch.zeros(num_reqs, group.max_blocks, dtype=torch.int32, device=device)
             for group in config.kv_groups
         )
-        self.slots = tuple(
-            torch.zeros(num_tokens, dtype=torch.int64, device=device) for _ in config.kv_groups
+        self._slots = tuple(buffer(num_tokens, torch.int64) for _ in config.kv_groups)
+        self._logits_indices = buffer(num_tokens, torch.int32)
+        self._logit_rows = buffer(num_tokens, torch.int32)
+        self._logit_positions = buffer(num_tokens, torch.int64)
+        self._shape = (-1, -1, -1)
+        self._views: InputViews | None = None
+        self._uploaded: Int32 | None = None
+
+    def views(self, layout: BatchLayout) -> InputViews:
+        """Return the parts that a layout uses; the last ones again while the shape stays."""
+        shape = (layout.num_reqs, layout.num_tokens, layout.num_logits)
+        if self._views is None or shape != self._shape:
+            self._views, self._shape = self._cut(*shape), shape
+        return self._views
+
+    def upload(self, packed: Int32, views: InputViews, transfers: Transfers) -> None:
+        """Queue the copy of a layout's packed values, unless they are the last ones uploaded."""
+        if packed is not self._uploaded:
+            transfers.upload(packed, out=views.packed)
+            self._uploaded = packed
+
+    def _cut(self, num_reqs: int, num_tokens: int, num_logits: int) -> InputViews:
+        section = section_len(num_reqs)
+        return InputViews(
+            packed=self._packed[: 3 * section],
+            rows=self._packed[:num_reqs],
+            query_start_loc=self._packed[section : section + num_reqs + 1],
+            cu_num_logits=self._packed[2 * section : 2 * section + num_reqs + 1],
+            input_ids=self._input_ids[:num_tokens],
+            positions=self._positions[:num_tokens],
+            seq_lens=self._seq_lens[:num_reqs],
+            block_tables=tuple(table[:num_reqs] for table in self._block_tables),
+            slots=tuple(slots[:num_tokens] for slots in self._slots),
+            logits_indices=self._logits_indices[:num_logits],
+            logit_rows=self._logit_rows[:num_logits],
+            logit_positions=self._logit_positions[:num_logits],
         )
 
 
@@ -263,68 +321,55 @@ def prepare_inputs(
     transfers: Transfers,
 ) -> InputBatch:
     """Queue everything that turns a layout into device inputs: one upload, then kernels."""
-    num_reqs, num_tokens = layout.num_reqs, layout.num_tokens
-    uploaded = transfers.upload(layout.packed)
-    rows, query_start_loc, cu_num_logits = uploaded.split((num_reqs, num_reqs + 1, num_reqs + 1))
-    input_ids, positions = buffers.input_ids[:num_tokens], buffers.positions[:num_tokens]
-    seq_lens = buffers.seq_lens[:num_reqs]
+    views = buffers.views(layout)
+    buffers.upload(layout.packed, views, transfers)
     gather_tokens(
-        rows,
-        query_start_loc,
+        views.rows,
+        views.query_start_loc,
         requests.token_ids.tensor,
         requests.num_computed_tokens.tensor,
         layout.max_query_len,
-        input_ids,
-        positions,
-        seq_lens,
+        views.input_ids,
+        views.positions,
+        views.seq_lens,
     )
-    tables, slots = [], []
-    for group, table, gathered, slot_buffer in zip(
-        block_tables.groups, block_tables.tables, buffers.block_tables, buffers.slots, strict=True
+    for group, table, gathered, slots in zip(
+        block_tables.groups, block_tables.tables, views.block_tables, views.slots, strict=True
     ):
-        tables.append(gathered[:num_reqs])
-        slots.append(slot_buffer[:num_tokens])
-        gather_block_table(table.tensor, rows, -(-layout.max_seq_len // group.block_size), gathered)
+        num_columns = -(-layout.max_seq_len // group.block_size)
+        gather_block_table(table.tensor, views.rows, num_columns, gathered)
         slot_mapping(
-            gathered, query_start_loc, positions, group.block_size, layout.max_query_len, slots[-1]
+            gathered,
+            views.query_start_loc,
+            views.positions,
+            group.block_size,
+            layout.max_query_len,
+            slots,
         )
-    logits_indices, view = _locate(layout, rows, query_start_loc, cu_num_logits, seq_lens)
+    locate_logits(
+        views.rows,
+        views.query_start_loc,
+        views.cu_num_logits,
+        views.seq_lens,
+        layout.max_num_logits,
+        views.logits_indices,
+        views.logit_rows,
+        views.logit_positions,
+    )
     return InputBatch(
         layout=layout,
-        rows=rows,
-        query_start_loc=query_start_loc,
-        cu_num_logits=cu_num_logits,
-        input_ids=input_ids,
-        positions=positions,
-        seq_lens=seq_lens,
-        block_tables=tuple(tables),
-        slots=tuple(slots),
-        logits_indices=logits_indices,
-        logits_view=view,
-    )
-
-
-def _locate(
-    layout: BatchLayout,
-    rows: Tensor,
-    query_start_loc: Tensor,
-    cu_num_logits: Tensor,
-    seq_lens: Tensor,
-) -> tuple[Tensor, LogitsView]:
-    num_logits, device = layout.num_logits, rows.device
-    logits_indices = torch.empty(num_logits, dtype=torch.int32, device=device)
-    logit_rows = torch.empty(num_logits, dtype=torch.int32, device=device)
-    positions = torch.empty(num_logits, dtype=torch.int64, device=device)
-    locate_logits(
-        rows,
-        query_start_loc,
-        cu_num_logits,
-        seq_lens,
-        layout.max_num_logits,
-        logits_indices,
-        logit_rows,
-        positions,
-    )
-    return logits_indices, LogitsView(
-        logit_rows=logit_rows, positions=positions, rows_np=layout.logit_rows
+        rows=views.rows,
+        query_start_loc=views.query_start_loc,
+        cu_num_logits=views.cu_num_logits,
+        input_ids=views.input_ids,
+        positions=views.positions,
+        seq_lens=views.seq_lens,
+        block_tables=views.block_tables,
+        slots=views.slots,
+        logits_indices=views.logits_indices,
+        logits_view=LogitsView(
+            logit_rows=views.logit_rows,
+            positions=views.logit_positions,
+            rows_np=layout.logit_rows,
+        ),
     )

@@ -4,6 +4,7 @@ Host arithmetic alone.
 """
 
 from dataclasses import dataclass
+from operator import sub
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +21,8 @@ class BatchLayout:
     Host values only; not frozen, since one is built at every step.
     """
 
+    scheduled: Scheduled
+    """What was laid out."""
     req_ids: list[str]
     rows: Int32
     """[num_reqs]. Batch position -> state row."""
@@ -52,6 +55,14 @@ class BatchLayout:
         return len(self.req_ids)
 
 
+def section_len(num_reqs: int) -> int:
+    """Return the length of a section of `BatchLayout.packed`: `num_reqs + 1` in steps of 16 bytes.
+
+    Triton compiles a kernel again for a pointer that is not aligned to 16 bytes.
+    """
+    return -(-(num_reqs + 1) // 4) * 4
+
+
 def layout_batch(scheduled: Scheduled, rows: Int32) -> BatchLayout:
     """Lay a step out in the host's order.
 
@@ -61,20 +72,21 @@ def layout_batch(scheduled: Scheduled, rows: Int32) -> BatchLayout:
         scheduled: The step's requests; at least one.
         rows: [num_reqs]. Their state rows.
     """
-    query_lens, num_computed_tokens, num_known_tokens = np.array(
-        (scheduled.num_tokens, scheduled.num_computed_tokens, scheduled.num_known_tokens),
-        dtype=np.int32,
-    )
     num_reqs = len(rows)
+    query_lens = np.array(scheduled.num_tokens, dtype=np.int32)
+    num_computed_tokens = np.array(scheduled.num_computed_tokens, dtype=np.int32)
+    num_known_tokens = np.array(scheduled.num_known_tokens, dtype=np.int32)
     seq_lens = num_computed_tokens + query_lens
-    num_logits = seq_lens == num_known_tokens
-    packed = np.zeros(3 * num_reqs + 2, dtype=np.int32)
+    draws = seq_lens == num_known_tokens
+    section = section_len(num_reqs)
+    packed = np.zeros(3 * section, dtype=np.int32)
     packed[:num_reqs] = rows
-    query_start_loc = packed[num_reqs : 2 * num_reqs + 1]
-    cu_num_logits = packed[2 * num_reqs + 1 :]
-    np.cumsum(query_lens, out=query_start_loc[1:])
-    np.cumsum(num_logits, out=cu_num_logits[1:])
+    query_start_loc = packed[section : section + num_reqs + 1]
+    cu_num_logits = packed[2 * section : 2 * section + num_reqs + 1]
+    np.add.accumulate(query_lens, out=query_start_loc[1:])
+    np.add.accumulate(draws, out=cu_num_logits[1:], dtype=np.int32)
     return BatchLayout(
+        scheduled=scheduled,
         req_ids=scheduled.req_ids,
         rows=rows,
         query_lens=query_lens,
@@ -83,10 +95,55 @@ def layout_batch(scheduled: Scheduled, rows: Int32) -> BatchLayout:
         query_start_loc=query_start_loc,
         cu_num_logits=cu_num_logits,
         packed=packed,
-        logit_rows=rows[num_logits],
+        logit_rows=rows[draws],
         num_tokens=int(query_start_loc[-1]),
         num_logits=int(cu_num_logits[-1]),
         max_query_len=int(query_lens.max()),
         max_seq_len=int(seq_lens.max()),
+        max_num_logits=1,
+    )
+
+
+def is_next_decode(layout: BatchLayout, scheduled: Scheduled) -> bool:
+    """Say whether a step is the plain decode that follows another.
+
+    It is if the same requests run in the same order, each the token that it drew before.
+
+    Args:
+        layout: The step before.
+        scheduled: The step in question.
+    """
+    previous = layout.scheduled
+    return (
+        layout.max_query_len == 1
+        and layout.num_logits == layout.num_reqs
+        and scheduled.req_ids == previous.req_ids
+        and scheduled.num_tokens == previous.num_tokens
+        and scheduled.num_computed_tokens == previous.num_known_tokens
+        and list(map(sub, scheduled.num_known_tokens, scheduled.num_computed_tokens))
+        == scheduled.num_tokens
+    )
+
+
+def lay_out_next_decode(layout: BatchLayout, scheduled: Scheduled) -> BatchLayout:
+    """Return what `layout_batch` would, for the plain decode that follows another.
+
+    Only the lengths differ, by one. `packed` is the same object, which need not be uploaded again.
+    """
+    return BatchLayout(
+        scheduled=scheduled,
+        req_ids=scheduled.req_ids,
+        rows=layout.rows,
+        query_lens=layout.query_lens,
+        num_computed_tokens=layout.seq_lens,
+        seq_lens=layout.seq_lens + np.int32(1),
+        query_start_loc=layout.query_start_loc,
+        cu_num_logits=layout.cu_num_logits,
+        packed=layout.packed,
+        logit_rows=layout.logit_rows,
+        num_tokens=layout.num_tokens,
+        num_logits=layout.num_logits,
+        max_query_len=1,
+        max_seq_len=layout.max_seq_len + 1,
         max_num_logits=1,
     )

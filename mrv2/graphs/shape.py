@@ -1,7 +1,7 @@
 """The padded shape of a step, and how it is launched. Pure host arithmetic."""
 
-from dataclasses import dataclass
 from enum import StrEnum
+from typing import NamedTuple
 
 from mrv2.batch.layout import BatchLayout
 
@@ -13,8 +13,7 @@ class GraphMode(StrEnum):
     """Operation by operation."""
 
 
-@dataclass(frozen=True, slots=True)
-class GraphKey:
+class GraphKey(NamedTuple):
     """Identifies what a step could be captured as and replayed from."""
 
     mode: GraphMode

@@ -8,10 +8,8 @@ has no samples.
 
 import inspect
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Generic, ParamSpec
-
-import torch
 
 from mrv2.ops.launch import Launch
 
@@ -60,8 +58,12 @@ class TwinOp(Generic[P]):
         _REGISTRY[name] = self
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> None:
-        """Run the kernel on a GPU or under the interpreter, the reference otherwise."""
-        if INTERPRETED or _on_gpu((*args, *kwargs.values())):
+        """Run the kernel on a GPU or under the interpreter, the reference otherwise.
+
+        The first argument is a tensor; it tells the device of all of them.
+        """
+        first = args[0] if args else next(iter(kwargs.values()))
+        if INTERPRETED or first.is_cuda:  # type: ignore[attr-defined]
             self.launch(*args, **kwargs).run()
         else:
             self.reference(*args, **kwargs)
@@ -70,14 +72,6 @@ class TwinOp(Generic[P]):
 def registered_ops() -> Iterator["TwinOp[...]"]:
     """Yield every op that was defined by the modules imported so far, in order of definition."""
     yield from _REGISTRY.values()
-
-
-def _on_gpu(values: Iterable[object]) -> bool:
-    """Say where an op's tensors are; the first tells, since all are on one device."""
-    for value in values:
-        if isinstance(value, torch.Tensor):
-            return value.is_cuda
-    return False
 
 
 def _parameters(function: Callable[..., object]) -> tuple[str, ...]:

@@ -56,7 +56,8 @@ def _gather_block_table_reference(
         out: [>= num_reqs, >= num_columns] int32. Written in its first `num_reqs` rows and
             `num_columns` columns.
     """
-    out[: rows.shape[0], :num_columns] = table[:, :num_columns].index_select(0, rows)
+    gathered = out[: rows.shape[0], :num_columns]
+    torch.index_select(table[:, :num_columns], 0, rows, out=gathered)
 
 
 gather_block_table = TwinOp(
@@ -133,7 +134,7 @@ def _slot_mapping_reference(
         query_lens = query_start_loc.diff()
         batch_idx = torch.repeat_interleave(query_lens, output_size=positions.shape[0])
         block_ids = block_table[batch_idx, column]
-    torch.add(positions - column * block_size, block_ids, alpha=block_size, out=slots)
+    torch.add(positions, block_ids - column, alpha=block_size, out=slots)
 
 
 slot_mapping = TwinOp(

@@ -4,15 +4,13 @@ A plan that is refused leaves the runner as it was, so the host may send a bette
 look at host values only; their cost grows with a step's requests, not with their tokens.
 """
 
-from collections.abc import Set as AbstractSet
+from operator import add, le
 
 from mrv2.config import RunnerConfig
 from mrv2.errors import CapacityError, ConfigError, ProtocolError
 from mrv2.plan import Arrival, Scheduled, StepPlan
 from mrv2.state.block_tables import BlockTables
 from mrv2.state.rows import RowTable
-
-_NOBODY: AbstractSet[str] = frozenset()
 
 
 def check_events(
@@ -56,32 +54,66 @@ def check_work(plan: StepPlan, config: RunnerConfig, rows: RowTable) -> None:
             known, or the parallel lists differ in length.
     """
     scheduled = plan.scheduled
-    if plan.num_tokens > config.max_num_tokens:
-        raise CapacityError(
-            f"the step has {plan.num_tokens} tokens; max_num_tokens is {config.max_num_tokens}"
-        )
     _check_lists(scheduled)
-    arriving = {arrival.req_id for arrival in plan.arrivals} if plan.arrivals else _NOBODY
-    departed = set(plan.departed) if plan.departed else _NOBODY
-    for req_id, num_tokens, first, num_known in zip(
+    total = sum(scheduled.num_tokens)
+    if total > config.max_num_tokens:
+        raise CapacityError(
+            f"the step has {total} tokens; max_num_tokens is {config.max_num_tokens}"
+        )
+    _check_rows(plan, rows)
+    ends = list(map(add, scheduled.num_computed_tokens, scheduled.num_tokens))
+    fits = (
+        min(scheduled.num_tokens) > 0
+        and min(scheduled.num_computed_tokens) >= 0
+        and max(ends) <= config.max_model_len
+        and all(map(le, ends, scheduled.num_known_tokens))
+    )
+    if not fits:
+        _refuse_work(scheduled, config)
+
+
+def _refuse_work(scheduled: Scheduled, config: RunnerConfig) -> None:
+    """Name the first request whose work does not fit."""
+    for req_id, num_tokens, start, num_known in zip(
         scheduled.req_ids,
         scheduled.num_tokens,
         scheduled.num_computed_tokens,
         scheduled.num_known_tokens,
         strict=True,
     ):
-        if req_id not in arriving and (req_id in departed or req_id not in rows):
-            raise ProtocolError(f"request {req_id!r} is scheduled but has no row")
-        if not 0 <= first < first + num_tokens <= num_known:
+        if not 0 <= start < start + num_tokens <= num_known:
             raise ProtocolError(
-                f"request {req_id!r} is to run {num_tokens} tokens from position {first} on; "
+                f"request {req_id!r} is to run {num_tokens} tokens from position {start} on; "
                 f"it has {num_known}"
             )
-        if first + num_tokens > config.max_model_len:
+        if start + num_tokens > config.max_model_len:
             raise CapacityError(
-                f"request {req_id!r} is to run up to token {first + num_tokens}; "
+                f"request {req_id!r} is to run up to token {start + num_tokens}; "
                 f"max_model_len is {config.max_model_len}"
             )
+
+
+def _check_lists(scheduled: Scheduled) -> None:
+    num_reqs = len(scheduled.req_ids)
+    lengths = (
+        len(scheduled.num_tokens),
+        len(scheduled.num_computed_tokens),
+        len(scheduled.num_known_tokens),
+    )
+    if lengths != (num_reqs, num_reqs, num_reqs):
+        raise ProtocolError(f"{num_reqs} requests are scheduled with lists of {lengths} entries")
+    if len(set(scheduled.req_ids)) != num_reqs:
+        raise ProtocolError(f"a request is scheduled twice in one step: {scheduled.req_ids}")
+
+
+def _check_rows(plan: StepPlan, rows: RowTable) -> None:
+    if not plan.arrivals and not plan.departed:
+        return  # then looking the rows up says the same, and nothing was changed before it
+    arriving = {arrival.req_id for arrival in plan.arrivals}
+    departed = set(plan.departed)
+    for req_id in plan.scheduled.req_ids:
+        if req_id not in arriving and (req_id in departed or req_id not in rows):
+            raise ProtocolError(f"request {req_id!r} is scheduled but has no row")
 
 
 def _check_arrival(arrival: Arrival, config: RunnerConfig) -> None:
@@ -105,16 +137,3 @@ def _check_room(num_staying: int, num_arriving: int, max_num_reqs: int) -> None:
             f"{num_arriving} requests arrive and {num_staying} stay, "
             f"but all rows are {max_num_reqs} (max_num_reqs)"
         )
-
-
-def _check_lists(scheduled: Scheduled) -> None:
-    num_reqs = len(scheduled.req_ids)
-    lengths = (
-        len(scheduled.num_tokens),
-        len(scheduled.num_computed_tokens),
-        len(scheduled.num_known_tokens),
-    )
-    if lengths != (num_reqs, num_reqs, num_reqs):
-        raise ProtocolError(f"{num_reqs} requests are scheduled with lists of {lengths} entries")
-    if len(set(scheduled.req_ids)) != num_reqs:
-        raise ProtocolError(f"a request is scheduled twice in one step: {scheduled.req_ids}")

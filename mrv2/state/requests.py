@@ -63,8 +63,10 @@ class RequestColumns:
             rows: [num_reqs] int32.
             num_computed_tokens: [num_reqs] int32, the scheduler's.
         """
-        for index in np.flatnonzero(self._counted[rows] != num_computed_tokens):
-            self._stage_progress(int(rows[index]), int(num_computed_tokens[index]))
+        differs = self._counted[rows] != num_computed_tokens
+        if differs.any():
+            for index in np.flatnonzero(differs):
+                self._stage_progress(int(rows[index]), int(num_computed_tokens[index]))
 
     def advance(self, rows: npt.NDArray[np.int32], num_tokens: npt.NDArray[np.int32]) -> None:
         """Note that a queued step will run `num_tokens` [num_reqs] int32 more of each row."""

@@ -5,7 +5,7 @@ rows forget a request when it is preempted, so this is the one place that rememb
 first arrival until it finishes.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from mrv2 import ProtocolError, Sampling
@@ -48,9 +48,19 @@ class RequestLedger:
         try:
             return self._known[req_id]
         except KeyError:
-            raise ProtocolError(
-                f"vLLM schedules {req_id!r}, which it never announced or has finished"
-            ) from None
+            raise _unknown(req_id) from None
+
+    def prompt_lens(self, req_ids: Sequence[str]) -> list[int]:
+        """Return the prompt lengths of many requests.
+
+        Raises:
+            ProtocolError: One was never announced, or has finished.
+        """
+        known = self._known
+        try:
+            return [known[req_id].prompt_len for req_id in req_ids]
+        except KeyError as missing:
+            raise _unknown(missing.args[0]) from None
 
     def known(self) -> Iterable[tuple[str, KnownRequest]]:
         """Return every request that was announced and has not finished, with its id."""
@@ -61,3 +71,7 @@ class RequestLedger:
 
     def __len__(self) -> int:
         return len(self._known)
+
+
+def _unknown(req_id: str) -> ProtocolError:
+    return ProtocolError(f"vLLM schedules {req_id!r}, which it never announced or has finished")

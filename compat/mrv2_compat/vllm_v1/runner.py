@@ -222,9 +222,8 @@ class VllmRunner:
         )
         return sampler(logits, view).token_ids
 
-    # Steps.
+    # Steps. The worker calls them in torch's inference mode.
 
-    @torch.inference_mode()
     def execute_model(
         self, scheduler_output: SchedulerOutput, intermediate_tensors: object | None = None
     ) -> ModelRunnerOutput | None:
@@ -243,7 +242,6 @@ class VllmRunner:
         self.steps_executed += 1
         return None
 
-    @torch.inference_mode()
     def sample_tokens(
         self, grammar_output: GrammarOutput | None, forced: Sequence[int] | None = None
     ) -> ModelRunnerOutput | AsyncModelRunnerOutput:

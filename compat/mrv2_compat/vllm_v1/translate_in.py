@@ -8,6 +8,7 @@ arrives.
 
 import hashlib
 from collections.abc import Iterator
+from operator import add
 
 from vllm.sampling_params import SamplingParams
 from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
@@ -45,7 +46,7 @@ def plan_step(
     return StepPlan(
         departed=departed,
         arrivals=tuple(arrivals),
-        continuations=tuple(_continuations(cached)),
+        continuations=_continuations(cached),
         scheduled=_scheduled(scheduler_output, ledger),
     )
 
@@ -106,10 +107,12 @@ def _resume(cached: CachedRequestData, ledger: RequestLedger) -> Iterator[Arriva
         )
 
 
-def _continuations(cached: CachedRequestData) -> Iterator[Continuation]:
-    for req_id, block_ids in zip(cached.req_ids, cached.new_block_ids, strict=True):
-        if block_ids is not None and req_id not in cached.resumed_req_ids:
-            yield Continuation(req_id=req_id, new_block_ids=block_ids)
+def _continuations(cached: CachedRequestData) -> tuple[Continuation, ...]:
+    return tuple(
+        Continuation(req_id=req_id, new_block_ids=block_ids)
+        for req_id, block_ids in zip(cached.req_ids, cached.new_block_ids, strict=True)
+        if block_ids is not None and req_id not in cached.resumed_req_ids
+    )
 
 
 def _scheduled(scheduler_output: SchedulerOutput, ledger: RequestLedger) -> Scheduled:
@@ -117,17 +120,14 @@ def _scheduled(scheduler_output: SchedulerOutput, ledger: RequestLedger) -> Sche
     new = scheduler_output.scheduled_new_reqs
     req_ids = [*cached.req_ids, *(request.req_id for request in new)]
     num_scheduled = scheduler_output.num_scheduled_tokens
-    known = [
-        ledger.get(req_id).prompt_len + num_outputs
-        for req_id, num_outputs in zip(cached.req_ids, cached.num_output_tokens, strict=True)
-    ]
-    known.extend(ledger.get(request.req_id).prompt_len for request in new)
+    prompt_lens = ledger.prompt_lens(req_ids)
+    num_outputs = [*cached.num_output_tokens, *(0 for _ in new)]
     return Scheduled(
         req_ids=req_ids,
-        num_tokens=[num_scheduled[req_id] for req_id in req_ids],
+        num_tokens=list(map(num_scheduled.__getitem__, req_ids)),
         num_computed_tokens=[
             *cached.num_computed_tokens,
             *(request.num_computed_tokens for request in new),
         ],
-        num_known_tokens=known,
+        num_known_tokens=list(map(add, prompt_lens, num_outputs)),
     )

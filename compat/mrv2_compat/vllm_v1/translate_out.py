@@ -17,7 +17,7 @@ def model_runner_output(output: RunnerOutput) -> ModelRunnerOutput:
     """
     return ModelRunnerOutput(
         req_ids=output.req_ids,
-        req_id_to_index={req_id: index for index, req_id in enumerate(output.req_ids)},
+        req_id_to_index=dict(zip(output.req_ids, range(len(output.req_ids)), strict=True)),
         sampled_token_ids=output.token_ids,
         logprobs=_logprobs(output),
     )

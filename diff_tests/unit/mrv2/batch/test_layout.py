@@ -1,8 +1,16 @@
 """The layout of a step, on values made by hand."""
 
-import numpy as np
+from dataclasses import fields
 
-from mrv2.batch.layout import layout_batch
+import numpy as np
+import pytest
+
+from mrv2.batch.layout import (
+    BatchLayout,
+    is_next_decode,
+    lay_out_next_decode,
+    layout_batch,
+)
 from mrv2.plan import Scheduled
 
 
@@ -49,4 +57,57 @@ def test_what_is_uploaded_is_the_rows_and_both_prefix_sums() -> None:
         req_ids=["a", "b"], num_tokens=[2, 1], num_computed_tokens=[0, 4], num_known_tokens=[5, 5]
     )
     layout = layout_batch(scheduled, np.array([3, 1], dtype=np.int32))
-    assert layout.packed.tolist() == [3, 1, 0, 2, 3, 0, 0, 1]
+    assert layout.packed.tolist() == [3, 1, 0, 0, 0, 2, 3, 0, 0, 0, 1, 0]
+
+
+def decode(req_ids: list[str], num_computed_tokens: list[int], num_known: int = 1) -> Scheduled:
+    """Return a step in which each request runs one token of those that are known."""
+    return Scheduled(
+        req_ids=req_ids,
+        num_tokens=[1] * len(req_ids),
+        num_computed_tokens=num_computed_tokens,
+        num_known_tokens=[first + num_known for first in num_computed_tokens],
+    )
+
+
+def test_the_next_decode_is_laid_out_as_from_nothing() -> None:
+    rows = np.array([5, 0, 7], dtype=np.int32)
+    first, second = decode(["x", "y", "z"], [4, 9, 2]), decode(["x", "y", "z"], [5, 10, 3])
+    layout = layout_batch(first, rows)
+    assert is_next_decode(layout, second)
+    following, expected = lay_out_next_decode(layout, second), layout_batch(second, rows)
+    assert following.packed is layout.packed
+    for field in fields(BatchLayout):
+        ours, theirs = getattr(following, field.name), getattr(expected, field.name)
+        assert np.array_equal(ours, theirs) if isinstance(theirs, np.ndarray) else ours == theirs
+
+
+@pytest.mark.parametrize(
+    "scheduled",
+    [
+        decode(["y", "x"], [10, 5]),
+        decode(["x", "z"], [5, 10]),
+        decode(["x"], [5]),
+        decode(["x", "y"], [5, 9]),
+        decode(["x", "y"], [5, 11]),
+        decode(["x", "y"], [5, 10], num_known=2),
+        Scheduled(
+            req_ids=["x", "y"],
+            num_tokens=[1, 2],
+            num_computed_tokens=[5, 10],
+            num_known_tokens=[6, 12],
+        ),
+    ],
+    ids=["order", "names", "fewer", "stays", "jumps", "does not draw", "runs two"],
+)
+def test_any_other_step_is_no_next_decode(scheduled: Scheduled) -> None:
+    layout = layout_batch(decode(["x", "y"], [4, 9]), np.array([1, 2], dtype=np.int32))
+    assert is_next_decode(layout, decode(["x", "y"], [5, 10]))
+    assert not is_next_decode(layout, scheduled)
+
+
+def test_nothing_follows_a_step_that_did_not_draw_for_all() -> None:
+    scheduled = decode(["x", "y"], [4, 9])
+    scheduled.num_known_tokens[1] = 11
+    layout = layout_batch(scheduled, np.array([1, 2], dtype=np.int32))
+    assert not is_next_decode(layout, decode(["x", "y"], [5, 11]))
