@@ -19,7 +19,11 @@ import pytest
 
 from mrv2_diff.drivers.compare import Agreement, agreement
 from mrv2_diff.drivers.one_engine import OURS, Job, Outcome, Watch, run_job
+from mrv2_diff.environment import collect
 from mrv2_diff.models import ModelSpec, cached_model
+from mrv2_diff.record import Agreement as ValueAgreement
+from mrv2_diff.record import Record, append
+from mrv2_diff.verdict import Verdict
 
 pytestmark = [pytest.mark.gpu, pytest.mark.vllm, pytest.mark.slow]
 
@@ -113,7 +117,7 @@ def done(
     return outcome
 
 
-def write_figures(name: str, found: Agreement, ours: Outcome, theirs: Outcome) -> None:
+def write_figures(kind: str, found: Agreement, ours: Outcome, theirs: Outcome) -> None:
     """Add one comparison to `parity.json` in the folder that OUT names."""
     folder = os.environ.get("OUT")
     if folder is None:
@@ -124,8 +128,54 @@ def write_figures(name: str, found: Agreement, ours: Outcome, theirs: Outcome) -
         side: {**dataclasses.asdict(outcome), "continuations": None}
         for side, outcome in (("ours", ours), ("theirs", theirs))
     }
-    figures[name] = {**dataclasses.asdict(found), **sides}
+    figures[kind] = {**dataclasses.asdict(found), **sides}
     path.write_text(json.dumps(figures, indent=1))
+
+
+def keep_record(kind: str, found: Agreement, ours: Outcome) -> None:
+    """Add one comparison that passed to `records.jsonl` in the folder that OUT names."""
+    folder = os.environ.get("OUT")
+    if folder is not None:
+        append(Path(folder) / "records.jsonl", as_record(kind, found, ours))
+
+
+def as_record(kind: str, found: Agreement, ours: Outcome) -> Record:
+    """Return a comparison of two engines that passed as a record: tokens and logprobs."""
+    parted = len(found.divergences)
+    bound = BOUNDS[KINDS[kind]["dtype"]]
+    return Record(
+        id=f"engine.{kind}",
+        area="engine",
+        feature="greedy",
+        pair=("v1", "mrv2"),
+        verdict=Verdict.NEAR_TIE if parted else Verdict.MATCH,
+        summary=f"{found.num_tokens} tokens of {found.num_requests} requests; {parted} parted",
+        modes=("free",),
+        steps=ours.steps,
+        request_steps=found.num_tokens,
+        events={"arrivals": found.num_requests, "preemptions": ours.preemptions},
+        agreements={
+            "tokens": compared(found.num_tokens, parted, 0.0, "exact, or a near tie"),
+            "logprobs": compared(
+                found.num_logprobs, 0, found.largest_logprob_difference, f"at most {bound:g}"
+            ),
+        },
+        noise_floor={},
+        memory={},
+        latency={},
+        command=f"python -m pytest -m gpu diff_tests/gpu/test_engines.py -k {kind}",
+        environment=collect("cuda", seed=0),
+    )
+
+
+def compared(count: int, differing: int, largest: float, policy: str) -> ValueAgreement:
+    return ValueAgreement(
+        compared=count,
+        differing=differing,
+        max_abs_diff=largest,
+        required_tolerance=largest,
+        policy=policy,
+    )
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -152,6 +202,7 @@ def test_tokens_and_logprobs_are_v1s(outcomes: Any, kind: str) -> None:
     parted = [each for each in found.divergences if each.gap is None or each.gap > bound]
     assert not parted, f"{len(parted)} of {len(found.divergences)} parted for good: {parted[:4]}"
     assert len(found.divergences) <= MOST_DIVERGENCES
+    keep_record(kind, found, ours)
 
 
 def test_nothing_waits_for_the_device_in_a_steady_step(outcomes: Any) -> None:

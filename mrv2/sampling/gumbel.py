@@ -194,10 +194,12 @@ def _draw_reference(
             only use made of it.
         seed: [max_rows] int64. All 64 bits count.
     """
+    torch.argmax(logits, dim=1, out=token_ids)
+    random = temperature.index_select(0, logit_rows).nonzero().flatten()
+    if not len(random):
+        return
     rows = logit_rows.long()
-    token_ids.copy_(logits.argmax(dim=1))
     vocabulary = torch.arange(logits.shape[1], dtype=torch.int32)
-    random = temperature[rows].nonzero().flatten()
     chunk_size = max(1, _CHUNK_ELEMENTS // logits.shape[1])
     for start in range(0, len(random), chunk_size):
         chunk = random[start : start + chunk_size]
