@@ -94,7 +94,7 @@ class Record:
     latency: dict[str, Latency]
     """By runner name."""
     logit_diffs: list[float] = field(default_factory=list)
-    """Largest absolute difference of a logit at each step, for the plot."""
+    """Largest difference of a logit at each step, in spacings, for the plot."""
     first_divergence: Divergence | None = None
     error: str | None = None
     """Traceback's last lines where a runner crashed."""

@@ -95,11 +95,11 @@ def _greedy() -> tuple[Event, ...]:
 
 
 def _churn() -> tuple[Event, ...]:
-    """64 requests that arrive at random over 250 steps and run from 8 to 80 tokens each."""
+    """64 requests that arrive at random over 290 steps and run from 8 to 80 tokens each."""
     source = random.Random(11)
     events: list[Event] = []
     for index in range(64):
-        step = sorted((0, source.randrange(250)))[1] if index >= 12 else 0
+        step = source.randrange(290) if index >= 12 else 0
         length, max_tokens = source.randrange(4, 90), source.randrange(8, 80)
         events.append(
             Add(

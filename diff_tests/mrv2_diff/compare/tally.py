@@ -81,7 +81,7 @@ class Tally:
     The runners now see different tokens, and nothing more can be compared in it.
     """
     step_logit_diff: float = 0.0
-    """Largest absolute difference of a logit in the step that was compared last."""
+    """Largest difference of a logit, in spacings, in the step that was compared last."""
 
     def exact(
         self, value: str, place: Place, owners: list[str], reference: Array, candidate: Array
@@ -149,7 +149,7 @@ class Tally:
         total.max_abs_diff = max(total.max_abs_diff, largest)
         total.required = max(total.required, float(spacings.max()))
         if value == "logits":
-            self.step_logit_diff = largest
+            self.step_logit_diff = float(spacings.max())
         if bound is None:
             return
         wrong = spacings > bound

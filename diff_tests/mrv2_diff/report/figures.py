@@ -38,7 +38,7 @@ def headline(record: Record) -> Headline:
         tokens_compared=tokens.compared if tokens else 0,
         tokens_differing=tokens.differing if tokens else 0,
         values_compared=sum(agreement.compared for agreement in record.agreements.values()),
-        logit_diff=logits.max_abs_diff if logits else None,
+        logit_diff=logits.required_tolerance if logits else None,
         logit_floor=record.noise_floor.get("logits"),
         memory_ratio=_memory_ratio(*sides(record.memory, record.pair)),
         latency_ratio=_latency_ratio(*sides(record.latency, record.pair)),

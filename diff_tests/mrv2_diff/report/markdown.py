@@ -21,7 +21,8 @@ _COLUMNS = ("Feature", "Case", "Verdict", "Tokens compared", "Differing", "Logit
 _ALIGNMENT = "|---|---|---|--:|--:|--:|--:|--:|--:|"
 
 LEGEND = (
-    "Logit difference: the largest absolute one. Floor: the reference against itself. "
+    "Logit difference: the largest, in spacings of float32 at the row's largest logit. Floor: the "
+    "reference against itself, in the same unit. "
     "Memory and latency: candidate over reference, peak of a step and median step."
 )
 

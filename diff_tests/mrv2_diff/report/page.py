@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import groupby
 from pathlib import Path
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
@@ -88,7 +87,7 @@ def page(records: Sequence[Record]) -> str:
     cases = [_case(place, record) for place, record in enumerate(records)]
     heads = [case.head for case in cases]
     return _templates().get_template("index.html").render(
-        areas=[(area, list(group)) for area, group in groupby(cases, lambda c: c.record.area)],
+        areas=_by_area(cases),
         failures=[case for case in cases if not case.record.verdict.passes],
         total=len(cases),
         passes=bool(cases) and all(record.verdict.passes for record in records),
@@ -166,3 +165,11 @@ def _memory(reference: Memory | None, candidate: Memory | None) -> list[MemoryVi
             )
         )
     return rows
+
+
+def _by_area(cases: Sequence["CaseView"]) -> list[tuple[str, list["CaseView"]]]:
+    """Return the cases of each area, areas in the order in which they first appear."""
+    areas: dict[str, list[CaseView]] = {}
+    for case in cases:
+        areas.setdefault(case.record.area, []).append(case)
+    return list(areas.items())

@@ -1,0 +1,47 @@
+"""V1 beside itself, in its own order and in others: the harness must see no difference."""
+
+from pathlib import Path
+
+import pytest
+
+from mrv2_diff import cli, noise
+from mrv2_diff.catalog import CASES
+from mrv2_diff.record import Record, read
+from mrv2_diff.verdict import Verdict
+
+pytestmark = [pytest.mark.vllm, pytest.mark.slow]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[int, dict[str, Record]]:
+    """Run the whole catalog with V1 as its own candidate."""
+    out = tmp_path_factory.mktemp("v1-v1")
+    code = cli.main(["run", "--pair", "v1,v1", "--out", str(out)])
+    return code, {record.id: record for record in read(out / "records.jsonl")}
+
+
+def test_no_case_is_alarmed(run: tuple[int, dict[str, Record]]) -> None:
+    code, records = run
+    alarms = {
+        case: (record.summary, record.error)
+        for case, record in records.items()
+        if record.verdict is not Verdict.MATCH
+    }
+    assert alarms == {}
+    assert code == 0
+    assert set(records) == set(CASES)
+
+
+def test_other_orders_neighbours_and_chunks_were_run(run: tuple[int, dict[str, Record]]) -> None:
+    _, records = run
+    for schedule in noise.SCHEDULES:
+        modes = [record.modes for record in records.values()]
+        assert sum(f"forced, {schedule}" in each for each in modes) >= len(CASES) - 3
+
+
+def test_it_is_rounding_that_was_seen_and_not_nothing(
+    run: tuple[int, dict[str, Record]],
+) -> None:
+    _, records = run
+    required = [record.agreements["logits"].required_tolerance for record in records.values()]
+    assert max(required) > 0.0
