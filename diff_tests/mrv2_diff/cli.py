@@ -6,13 +6,23 @@ Nothing heavy is imported before a command needs it, so that `--help` is instant
 import argparse
 import dataclasses
 import difflib
+import json
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from mrv2_diff import help_texts
 from mrv2_diff.case import Case
-from mrv2_diff.harness import PAIRS, Harness, Selection, installed_harness
+from mrv2_diff.harness import (
+    MAX_BENCH_REQUESTS,
+    MAX_BENCH_STEPS,
+    MAX_RATIO,
+    PAIRS,
+    Harness,
+    Selection,
+    installed_harness,
+)
 from mrv2_diff.record import Record
 from mrv2_diff.records_folder import RECORDS, RecordsFolder, RecordsFolderError
 
@@ -34,8 +44,6 @@ def main(argv: Sequence[str] | None = None, *, harness: Harness | None = None) -
     """Run one command and return its exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     harness = harness if harness is not None else installed_harness()
-    if arguments[:1] == ["bench"]:
-        return harness.bench(arguments[1:])
     parsed = _parser().parse_args(arguments)
     try:
         return _COMMANDS[parsed.command](parsed, harness)
@@ -63,7 +71,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_report(commands)
     _add_make_model(commands)
     _add_cases(commands)
-    _add_command(commands, "bench", help_texts.BENCH)
+    _add_bench(commands)
     _add_command(commands, "check-surface", help_texts.CHECK_SURFACE)
     return parser
 
@@ -130,6 +138,31 @@ def _add_cases(commands: "_Commands[argparse.ArgumentParser]") -> None:
     cases = _add_command(commands, "cases", help_texts.CASES)
     cases.add_argument("--area", action="append", default=[], metavar="A", help="only the cases "
                        "of an area; may be given again")  # fmt: skip
+
+
+def _add_bench(commands: "_Commands[argparse.ArgumentParser]") -> None:
+    bench = _add_command(commands, "bench", help_texts.BENCH)
+    bench.add_argument("--requests", type=_whole_number(MAX_BENCH_REQUESTS), default=64,
+                       metavar="N", help="decoding requests in the batch, 1 to "
+                       f"{MAX_BENCH_REQUESTS} (default: %(default)s)")  # fmt: skip
+    bench.add_argument("--steps", type=_whole_number(MAX_BENCH_STEPS), default=150, metavar="N",
+                       help=f"decode steps to measure, 1 to {MAX_BENCH_STEPS} "
+                       "(default: %(default)s)")  # fmt: skip
+    bench.add_argument("--max-ratio", type=float, default=MAX_RATIO, metavar="R", help="bound on "
+                       "mrv2 / v1 (default: %(default)s)")  # fmt: skip
+    bench.add_argument("--out", type=Path, metavar="FILE", help="where to write the figures, as "
+                       "JSON")  # fmt: skip
+
+
+def _whole_number(high: int) -> Callable[[str], int]:
+    """Return an argument type that takes 1 to `high`."""
+
+    def whole_number(text: str) -> int:
+        if not text.isdecimal() or not 1 <= int(text) <= high:
+            raise argparse.ArgumentTypeError(f"{text!r} is no whole number from 1 to {high}")
+        return int(text)
+
+    return whole_number
 
 
 # ---------------------------------------------------------------- run
@@ -351,6 +384,44 @@ def _cases(arguments: argparse.Namespace, harness: Harness) -> int:
     return EXIT_PASSED
 
 
+def _bench(arguments: argparse.Namespace, harness: Harness) -> int:
+    out: Path | None = arguments.out
+    if out is not None:
+        with _telling_of(out):
+            _probe_file(out)
+    result = harness.bench(arguments.requests, arguments.steps)
+    print(result.table)
+    print(
+        f"bookkeeping: mrv2 / v1 = {result.ratio:.2f} (bound {arguments.max_ratio:g})", flush=True
+    )
+    if out is not None:
+        with _telling_of(out):
+            out.write_text(json.dumps(result.figures, indent=1) + "\n")
+    return EXIT_PASSED if result.ratio <= arguments.max_ratio else EXIT_FAILED
+
+
+def _probe_file(path: Path) -> None:
+    """Open a file for writing and leave it as it is, so that a mistake shows before the work."""
+    if not path.parent.exists():
+        path.parent.mkdir(parents=True)
+    existed = path.exists()
+    path.open("ab").close()
+    if not existed:
+        path.unlink()
+
+
+@contextmanager
+def _telling_of(file: Path) -> Iterator[None]:
+    """Turn the system's refusal to write a file into one message."""
+    try:
+        yield
+    except OSError as error:
+        raise BadInputError(
+            f"cannot write {file}: {error.strerror or error}; make room or mend its permissions, "
+            f"or name another file with --out"
+        ) from error
+
+
 def _check_surface(arguments: argparse.Namespace, harness: Harness) -> int:
     try:
         unknown = harness.surface()
@@ -371,6 +442,7 @@ _COMMANDS = {
     "report": _report,
     "make-model": _make_model,
     "cases": _cases,
+    "bench": _bench,
     "check-surface": _check_surface,
 }
 

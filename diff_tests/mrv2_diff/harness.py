@@ -15,6 +15,13 @@ OnStep = Callable[[str, int], None]
 PAIRS: tuple[tuple[str, str], ...] = (("v1", "mrv2"), ("v1", "v1"))
 """Reference and candidate of every pair that can be run."""
 
+MAX_BENCH_REQUESTS = 1024
+"""More would measure the tiny model's memory, not a runner."""
+MAX_BENCH_STEPS = 200
+"""A request's prompt, its first steps (not measured) and these fit into the model's length."""
+MAX_RATIO = 0.6
+"""Bound on our bookkeeping over V1's, at 64 decoding requests."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Selection:
@@ -27,12 +34,25 @@ class Selection:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class BenchResult:
+    """Host times of both runners in one run."""
+
+    table: str
+    """For people."""
+    ratio: float
+    """Bookkeeping of ours over that of V1."""
+    figures: Mapping[str, object]
+    """What a file keeps: medians by runner and phase, and what they were measured on."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Harness:
     """The collaborators of the command line."""
 
     cases: Callable[[], Mapping[str, Case]]
     run: Callable[[Selection, OnStep], Iterator[Record]]
-    bench: Callable[[Sequence[str]], int]
+    bench: Callable[[int, int], BenchResult]
+    """Measures so many decoding requests, over so many steps."""
     surface: Callable[[], Mapping[str, Sequence[str]]]
     """Returns each name that vLLM touches on a runner and we do not know, with the places.
 
@@ -58,10 +78,10 @@ def _run(selection: Selection, on_step: OnStep) -> Iterator[Record]:
     return run_cases(request, on_step)
 
 
-def _bench(arguments: Sequence[str]) -> int:
-    from mrv2_diff import bench  # imports torch and vLLM: seconds
+def _bench(num_requests: int, num_steps: int) -> BenchResult:
+    from mrv2_diff.bench import bench  # imports torch and vLLM: seconds
 
-    return bench.main(list(arguments))
+    return bench(num_requests, num_steps)
 
 
 def _surface() -> Mapping[str, Sequence[str]]:

@@ -95,9 +95,22 @@ exit codes: 0, or 2 for an unknown area.""",
 )
 
 BENCH = HelpText(
-    short="measure both runners' host time (bench --help tells its options)",
-    long="Measure the host time of both runners, interleaved in one run.",
-    epilog="exit codes: 0 within the budget, 1 over it, 2 bad input.",
+    short="measure both runners' host time",
+    long="""\
+Measure the host time of steady decode steps in both runners, interleaved in one engine. Bookkeeping
+is a runner's step less the model, the sampler and the attention metadata, which neither owns.
+Run it on an idle machine.""",
+    epilog="""\
+examples:
+  mrv2-diff bench                              64 requests
+  mrv2-diff bench --requests 8 --steps 100     a smaller batch
+  mrv2-diff bench --out ./bench.json           keep the figures
+
+exit codes:
+  0    mrv2's bookkeeping is within the bound
+  1    it is above the bound
+  2    bad input: a number out of bounds, a file that cannot be written
+  130  interrupted""",
 )
 
 CHECK_SURFACE = HelpText(

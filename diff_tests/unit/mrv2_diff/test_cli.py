@@ -1,11 +1,12 @@
 """The command line: exit codes, last lines, and what happens to records when things go wrong."""
 
+import json
 import re
 import resource
 import shlex
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from io import StringIO
@@ -18,7 +19,15 @@ from mrv2_diff import help_texts
 from mrv2_diff import record as records_file
 from mrv2_diff.case import Case, EngineSpec
 from mrv2_diff.cli import main
-from mrv2_diff.harness import Harness, OnStep, Selection, installed_harness
+from mrv2_diff.harness import (
+    MAX_BENCH_REQUESTS,
+    MAX_BENCH_STEPS,
+    BenchResult,
+    Harness,
+    OnStep,
+    Selection,
+    installed_harness,
+)
 from mrv2_diff.models import ModelSpec, make_model
 from mrv2_diff.progress import BarProgress, LineProgress
 from mrv2_diff.record import Record
@@ -55,7 +64,8 @@ class FakeHarness:
     padding: int = 0
     ran: list[str] = field(default_factory=list)
     selections: list[Selection] = field(default_factory=list)
-    benched: list[Sequence[str]] = field(default_factory=list)
+    ratio: float | BaseException = 0.5
+    benched: list[tuple[int, int]] = field(default_factory=list)
     unknown: dict[str, list[str]] = field(default_factory=dict)
 
     def run(self, selection: Selection, on_step: OnStep) -> Iterator[Record]:
@@ -73,9 +83,11 @@ class FakeHarness:
                 summary="what happened" + "." * self.padding,
             )
 
-    def bench(self, arguments: Sequence[str]) -> int:
-        self.benched.append(arguments)
-        return 1
+    def bench(self, num_requests: int, num_steps: int) -> BenchResult:
+        self.benched.append((num_requests, num_steps))
+        if isinstance(self.ratio, BaseException):
+            raise self.ratio
+        return BenchResult(table="a table", ratio=self.ratio, figures={"ratio": self.ratio})
 
     def harness(self) -> Harness:
         return Harness(
@@ -404,15 +416,84 @@ def test_check_surface_lists_what_is_unknown(fake: FakeHarness, capsys: Capture)
     assert "new_name\n  v1/worker/gpu_worker.py:7 (call)" in capsys.readouterr().out
 
 
-def test_bench_hands_its_arguments_on(fake: FakeHarness) -> None:
-    assert fake("bench", "--steps", 3, "--help") == 1
-    assert fake.benched == [["--steps", "3", "--help"]]
+@pytest.mark.parametrize(
+    ("ratio", "options", "status"),
+    [(0.6, [], 0), (0.61, [], 1), (0.61, ["--max-ratio", 0.7], 0), (float("nan"), [], 1)],
+)
+def test_bench_passes_up_to_its_bound(
+    fake: FakeHarness, ratio: float, options: list[object], status: int, capsys: Capture
+) -> None:
+    fake.ratio = ratio
+    assert fake("bench", "--requests", 3, "--steps", 5, *options) == status
+    assert fake.benched == [(3, 5)]
+    assert capsys.readouterr().out.startswith(f"a table\nbookkeeping: mrv2 / v1 = {ratio:.2f}")
+
+
+def test_bench_keeps_its_figures(fake: FakeHarness, tmp_path: Path) -> None:
+    out = tmp_path / "made" / "bench.json"
+    assert fake("bench", "--out", out) == 0
+    assert json.loads(out.read_text()) == {"ratio": 0.5}
+
+
+def test_bench_names_a_file_that_cannot_be_written_before_it_starts(
+    fake: FakeHarness, tmp_path: Path, capsys: Capture
+) -> None:
+    (tmp_path / "file").touch()
+    for out, reason in (
+        (tmp_path, "Is a directory"),
+        (tmp_path / "file" / "bench.json", "Not a directory"),
+    ):
+        assert fake("bench", "--out", out) == 2
+        error = capsys.readouterr().err
+        assert error.startswith(f"mrv2-diff bench: cannot write {out}: {reason}; make room")
+        assert error.count("\n") == 1
+    assert fake.benched == []
+
+
+def test_bench_prints_its_figures_even_if_the_disk_fills(
+    fake: FakeHarness, tmp_path: Path, capsys: Capture
+) -> None:
+    with _largest_file(3):
+        assert fake("bench", "--out", tmp_path / "bench.json") == 2
+    captured = capsys.readouterr()
+    assert "bookkeeping: mrv2 / v1 = 0.50" in captured.out
+    assert "File too large; make room" in captured.err
+
+
+def test_an_interrupted_bench_leaves_its_file_as_it_was(
+    fake: FakeHarness, tmp_path: Path, capsys: Capture
+) -> None:
+    fake.ratio = KeyboardInterrupt()
+    kept = tmp_path / "kept.json"
+    kept.write_text("former figures")
+    for out in (kept, tmp_path / "new.json"):
+        assert fake("bench", "--out", out) == 130
+        assert capsys.readouterr().err == "mrv2-diff bench: interrupted\n"
+    assert kept.read_text() == "former figures"
+    assert [path.name for path in tmp_path.iterdir()] == ["kept.json"]
+
+
+@pytest.mark.parametrize(
+    ("option", "high"), [("--requests", MAX_BENCH_REQUESTS), ("--steps", MAX_BENCH_STEPS)]
+)
+def test_bench_says_which_numbers_it_takes(
+    fake: FakeHarness, option: str, high: int, capsys: Capture
+) -> None:
+    for text in ("x", "0", "-1", "1.5", str(high + 1)):
+        with pytest.raises(SystemExit) as caught:
+            fake("bench", f"{option}={text}")
+        assert caught.value.code == 2
+        message = f"argument {option}: {text!r} is no whole number from 1 to {high}\n"
+        assert capsys.readouterr().err.endswith(message)
+    assert fake("bench", option, high) == 0
 
 
 # ---------------------------------------------------------------- help and progress
 
 
-@pytest.mark.parametrize("command", ["run", "report", "make-model", "cases", "check-surface"])
+@pytest.mark.parametrize(
+    "command", ["run", "report", "make-model", "cases", "bench", "check-surface"]
+)
 def test_help_teaches(fake: FakeHarness, command: str, capsys: Capture) -> None:
     with pytest.raises(SystemExit) as caught:
         fake(command, "--help")
