@@ -32,6 +32,9 @@ EXIT_BAD_INPUT = 2
 EXIT_INTERRUPTED = 130
 """128 + SIGINT, as shells report it."""
 
+_SOURCES = ("commit", "mrv2", "vllm", "torch")
+"""Of an environment: what decides the outcome of a case. A record of another one is out of date."""
+
 LATEST = Path("reports/latest")
 COMMITTED = Path("reports")
 
@@ -105,7 +108,7 @@ def _add_run(commands: "_Commands[argparse.ArgumentParser]") -> None:
     run.add_argument("--out", type=Path, default=LATEST, metavar="DIR",
                      help="where records.jsonl is written (default: %(default)s)")  # fmt: skip
     run.add_argument("--resume", action="store_true", help="keep the records in --out and run "
-                     "only the cases that have none for this pair and model")  # fmt: skip
+                     "only the cases that have none for this pair, model and source")  # fmt: skip
 
 
 def _add_report(commands: "_Commands[argparse.ArgumentParser]") -> None:
@@ -177,9 +180,10 @@ def _run(arguments: argparse.Namespace, harness: Harness) -> int:
     label = _model_label(selection.model)
     folder = RecordsFolder(arguments.out, resume=arguments.resume)
     wanted = {case.id: case for case in selection.cases}
-    records = [record for record in _read_or_refuse(folder)
-               if record.id in wanted and record.pair == selection.pair
-               and record.environment.get("model") == label]  # fmt: skip
+    kept = [record for record in _read_or_refuse(folder)
+            if record.id in wanted and record.pair == selection.pair
+            and record.environment.get("model") == label]  # fmt: skip
+    records = _of_this_source(kept, harness) if kept else []
     done = {record.id for record in records}
     left = dataclasses.replace(
         selection, cases=tuple(case for case in selection.cases if case.id not in done)
@@ -192,6 +196,24 @@ def _run(arguments: argparse.Namespace, harness: Harness) -> int:
         print(f"\ninterrupted: {_how_to_go_on(records, wanted, folder)}", file=sys.stderr)
         return EXIT_INTERRUPTED
     return _conclude(records, expected=len(wanted))
+
+
+def _of_this_source(records: Sequence[Record], harness: Harness) -> list[Record]:
+    """Return the records that a run now would make alike, and say why the others do not count."""
+    now = harness.environment()
+    counting = []
+    cases: dict[str, list[str]] = {}
+    for record in records:
+        made = record.environment
+        changes = [f"{name} {made.get(name, 'unknown')}, now {now[name]}"
+                   for name in _SOURCES if made.get(name) != now[name]]  # fmt: skip
+        if changes:
+            cases.setdefault("; ".join(changes), []).append(record.id)
+        else:
+            counting.append(record)
+    for why, ids in cases.items():
+        print(f"running again, since their records are of {why}: {', '.join(ids)}", flush=True)
+    return counting
 
 
 def _how_to_go_on(

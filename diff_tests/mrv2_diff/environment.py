@@ -3,6 +3,7 @@
 import os
 import platform
 import subprocess
+import zlib
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
@@ -67,23 +68,33 @@ def _version(candidates: tuple[str, ...]) -> str:
 
 
 def _commit(checkout: Path) -> str:
-    """Return the commit, with `+dirty` where tracked files differ from it.
+    """Return the commit, with `+dirty.` and a checksum of the changes where tracked files differ.
 
-    A package installed under somebody else's checkout is ignored there, so its folder counts only
-    where git tracks something in it.
+    So equal commits mean equal sources. A package installed under somebody else's checkout is
+    ignored there, so its folder counts only where git tracks something in it.
     """
     if not _git(checkout, "ls-files", "--", "."):
         return _NONE
     head = _git(checkout, "rev-parse", "--short=12", "HEAD")
-    changed = _git(checkout, "status", "--porcelain", "--untracked-files=no")
-    return f"{head}+dirty" if changed else head
+    changes = _git(checkout, "diff", "--binary", "--no-ext-diff", "--no-textconv", "HEAD")
+    if not changes:
+        return head
+    return f"{head}+dirty.{zlib.crc32(changes.encode(errors='surrogateescape')):08x}"
 
 
 def _git(checkout: Path, *arguments: str) -> str:
     """Return what git prints, or nothing where there is no git or no checkout."""
     command = ["git", "-C", str(checkout), *arguments]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True)
+        done = subprocess.run(
+            command,
+            capture_output=True,
+            text=True,
+            encoding="utf-8",
+            errors="surrogateescape",
+            timeout=30,
+            check=True,
+        )
     except (OSError, subprocess.SubprocessError):
         return ""
     return done.stdout.strip()

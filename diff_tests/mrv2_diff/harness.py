@@ -51,6 +51,8 @@ class Harness:
 
     cases: Callable[[], Mapping[str, Case]]
     run: Callable[[Selection, OnStep], Iterator[Record]]
+    environment: Callable[[], Mapping[str, str]]
+    """Returns what a record made now would be measured on."""
     bench: Callable[[int, int], BenchResult]
     """Measures so many decoding requests, over so many steps."""
     surface: Callable[[], Mapping[str, Sequence[str]]]
@@ -62,7 +64,7 @@ class Harness:
 
 def installed_harness() -> Harness:
     """Return the harness of this installation."""
-    return Harness(cases=_cases, run=_run, bench=_bench, surface=_surface)
+    return Harness(cases=_cases, run=_run, environment=_environment, bench=_bench, surface=_surface)
 
 
 def _cases() -> Mapping[str, Case]:
@@ -76,6 +78,12 @@ def _run(selection: Selection, on_step: OnStep) -> Iterator[Record]:
 
     request = RunRequest(cases=selection.cases, pair=selection.pair, model=selection.model)
     return run_cases(request, on_step)
+
+
+def _environment() -> Mapping[str, str]:
+    from mrv2_diff.environment import collect  # imports torch
+
+    return collect("cpu")
 
 
 def _bench(num_requests: int, num_steps: int) -> BenchResult:

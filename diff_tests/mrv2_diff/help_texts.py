@@ -38,7 +38,9 @@ examples:
   mrv2-diff run --model ./checkpoint --out ./mine  your own model
   mrv2-diff run --resume                           go on after an interruption
 
-DIR/records.jsonl of a former run is kept as records.previous.jsonl, unless --resume is given.
+DIR/records.jsonl of a former run is kept as records.previous.jsonl, unless --resume is given. A
+resumed run repeats the cases whose records are of another commit or of other changes to it, or of
+another mrv2, vLLM or torch.
 The last line is `parity: N cases, N match, ...`.
 
 exit codes:

@@ -53,7 +53,9 @@ class RecordsFolder:
         return list(records_file.read(self.path))
 
     def append(self, record: Record) -> None:
-        """Add one record, whole or not at all.
+        """Add one record, whole or not at all, in place of an earlier one of the same case.
+
+        The same case on another pair of runners or another model is another record.
 
         Raises:
             RecordsFolderError: The disk is full or the folder is no longer writable.
@@ -62,10 +64,30 @@ class RecordsFolder:
             if self._moves_former and self.path.exists():
                 self.path.replace(self.folder / PREVIOUS)
             self._moves_former = False
-            records_file.append(self.path, record)
+            others = self._others(record)
+            if others is None:
+                records_file.append(self.path, record)
+            else:
+                self._rewrite(others + record.to_json() + b"\n")
         except OSError as error:
             self._undo_torn_write()
             raise self._refusal(error) from error
+
+    def _others(self, record: Record) -> bytes | None:
+        """Return the lines of all other cases; None where the file has only those."""
+        if not self.path.exists():
+            return None
+        lines = self.path.read_bytes().splitlines(keepends=True)
+        others = [line for line in lines if _case(records_file.decode(line)) != _case(record)]
+        return b"".join(others) if len(others) < len(lines) else None
+
+    def _rewrite(self, content: bytes) -> None:
+        partial = self.path.with_name(f".{RECORDS}.partial")
+        try:
+            partial.write_bytes(content)
+            partial.replace(self.path)
+        finally:
+            partial.unlink(missing_ok=True)
 
     def _undo_torn_write(self) -> None:
         try:
@@ -79,6 +101,10 @@ class RecordsFolder:
             f"cannot write to the report folder {self.folder}: {reason}; "
             f"make room or mend its permissions, or name another with --out"
         )
+
+
+def _case(record: Record) -> tuple[object, ...]:
+    return record.id, record.pair, record.environment.get("model")
 
 
 def _probe(folder: Path) -> None:

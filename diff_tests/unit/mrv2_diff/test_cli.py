@@ -54,6 +54,9 @@ CATALOG = {
 }
 
 
+ENVIRONMENT = {"commit": "0123456789ab", "mrv2": "0.1.0", "vllm": "0.32.0", "torch": "2.13.0"}
+
+
 @dataclass
 class FakeHarness:
     """Gives a record for each case; raises what it is told to at the case it is told."""
@@ -64,6 +67,7 @@ class FakeHarness:
     padding: int = 0
     ran: list[str] = field(default_factory=list)
     selections: list[Selection] = field(default_factory=list)
+    environment: dict[str, str] = field(default_factory=lambda: dict(ENVIRONMENT))
     ratio: float | BaseException = 0.5
     benched: list[tuple[int, int]] = field(default_factory=list)
     unknown: dict[str, list[str]] = field(default_factory=dict)
@@ -81,6 +85,7 @@ class FakeHarness:
                 pair=selection.pair,
                 verdict=self.verdicts.get(case.id, Verdict.MATCH),
                 summary="what happened" + "." * self.padding,
+                environment=self.environment,
             )
 
     def bench(self, num_requests: int, num_steps: int) -> BenchResult:
@@ -91,7 +96,11 @@ class FakeHarness:
 
     def harness(self) -> Harness:
         return Harness(
-            cases=lambda: CATALOG, run=self.run, bench=self.bench, surface=lambda: self.unknown
+            cases=lambda: CATALOG,
+            run=self.run,
+            environment=lambda: self.environment,
+            bench=self.bench,
+            surface=lambda: self.unknown,
         )
 
     def __call__(self, *arguments: object) -> int:
@@ -168,6 +177,7 @@ def test_a_case_without_a_record_fails_the_run(
     lazy = Harness(
         cases=lambda: CATALOG,
         run=lambda selection, on_step: iter(()),
+        environment=dict,
         bench=fake.bench,
         surface=dict,
     )
@@ -296,6 +306,65 @@ def test_resume_takes_only_records_of_the_same_pair_and_model(
     labels = [record.environment["model"] for record in records_file.read(out / "records.jsonl")]
     assert len(set(labels)) == 3
     assert str(tmp_path) not in " ".join(labels)
+
+
+@pytest.mark.parametrize(
+    ("name", "now"),
+    [
+        ("commit", "ba9876543210"),
+        ("commit", "0123456789ab+dirty.00000001"),
+        ("mrv2", "0.2.0"),
+        ("vllm", "0.33.0"),
+        ("torch", "2.14.0"),
+    ],
+)
+def test_resume_repeats_what_was_made_from_another_source(
+    fake: FakeHarness, tmp_path: Path, name: str, now: str, capsys: Capture
+) -> None:
+    fake.verdicts["greedy"] = Verdict.CRASHED
+    assert fake("run", "--out", tmp_path, "--area", "sampling") == 1
+    fake.verdicts.clear()
+    former, fake.environment = fake.environment[name], {**fake.environment, name: now}
+    fake.fails_at["seeded"] = KeyboardInterrupt()
+    capsys.readouterr()
+    assert fake("run", "--out", tmp_path, "--resume") == 130
+    captured = capsys.readouterr()
+    reason = f"since their records are of {name} {former}, now {now}: greedy, seeded\n"
+    assert captured.out.startswith(f"running again, {reason}")
+    assert "1 of 3 cases have whole records" in captured.err
+    assert _ids(tmp_path) == ["seeded", "greedy"], "an old record stays until its case ran again"
+    fake.fails_at.clear()
+    fake.ran.clear()
+    assert fake("run", "--out", tmp_path, "--resume") == 0
+    assert fake.ran == ["seeded", "churn"]
+    records = list(records_file.read(tmp_path / "records.jsonl"))
+    assert [record.id for record in records] == ["greedy", "seeded", "churn"]
+    assert {record.environment[name] for record in records} == {now}
+
+
+def test_resume_repeats_what_does_not_tell_its_source(
+    fake: FakeHarness, tmp_path: Path, capsys: Capture
+) -> None:
+    del fake.environment["torch"]
+    assert fake("run", "--out", tmp_path, "--case", "greedy") == 0
+    fake.environment = dict(ENVIRONMENT)
+    assert fake("run", "--out", tmp_path, "--case", "greedy", "--resume") == 0
+    assert fake.ran == ["greedy", "greedy"]
+    assert "of torch unknown, now 2.13.0: greedy\n" in capsys.readouterr().out
+
+
+def test_a_disk_that_fills_while_a_record_is_replaced_keeps_the_file(
+    fake: FakeHarness, tmp_path: Path
+) -> None:
+    assert fake("run", "--out", tmp_path) == 0
+    before = (tmp_path / "records.jsonl").read_bytes()
+    fake.environment["commit"] = "ba9876543210"
+    fake.padding = 60_000
+    with _largest_file(66_000):
+        assert fake("run", "--out", tmp_path, "--resume") == 2
+    assert fake.ran == [*CATALOG, "greedy"]
+    assert (tmp_path / "records.jsonl").read_bytes() == before
+    assert [path.name for path in tmp_path.iterdir()] == ["records.jsonl"]
 
 
 def test_resume_refuses_what_is_no_record(

@@ -54,7 +54,11 @@ def test_the_commit_says_whether_tracked_files_changed(checkout: Path) -> None:
     (checkout / "untracked").write_text("two")
     assert collect("cpu", checkout=checkout)["commit"] == head
     (checkout / "tracked").write_text("two")
-    assert collect("cpu", checkout=checkout)["commit"] == f"{head}+dirty"
+    changed = collect("cpu", checkout=checkout)["commit"]
+    assert changed.startswith(f"{head}+dirty.")
+    assert collect("cpu", checkout=checkout)["commit"] == changed
+    (checkout / "tracked").write_bytes(b"t\xffree")
+    assert collect("cpu", checkout=checkout)["commit"] not in (head, changed)
 
 
 def test_without_a_checkout_the_commit_is_none(tmp_path: Path) -> None:
