@@ -16,6 +16,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from mrv2_diff.drivers.variables import clean_environment
+
 TIME_LIMIT_S = 240
 """For one job, the start of its engine included."""
 
@@ -28,6 +30,7 @@ _ENVIRONMENT = {
     "VLLM_USE_FLASHINFER_SAMPLER": "0",
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_LOGGING_LEVEL": "WARNING",
+    "TORCH_COMPILE_DISABLE": "1",  # a job of the compiled path sets it to 0
     "HF_HUB_OFFLINE": "1",
 }
 
@@ -88,15 +91,13 @@ def run_job(job: Job, runner: str, environ: Mapping[str, str] | None = None) -> 
     Raises:
         RuntimeError: The program failed or took too long (status 124); with the end of its output.
     """
-    dropped = ("MRV2_RUNNER", "MRV2_RUNNER_SET_FLAG", "MRV2_RUNNER_DECISION")
-    clean = {name: value for name, value in os.environ.items() if name not in dropped}
     with tempfile.TemporaryDirectory(prefix="mrv2-job-") as folder:
         answer = Path(folder) / "outcome.json"
         command = [sys.executable, "-m", __name__, str(answer)]
         done = subprocess.run(
             ["timeout", "-k", "5", str(TIME_LIMIT_S), *command],
             input=json.dumps(dataclasses.asdict(job)),
-            env={**clean, **_ENVIRONMENT, **(environ or {}), "MRV2_RUNNER": runner},
+            env=job_environment({**(environ or {}), "MRV2_RUNNER": runner}),
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -105,6 +106,11 @@ def run_job(job: Job, runner: str, environ: Mapping[str, str] | None = None) -> 
         if done.returncode != 0 or not answer.is_file():
             raise RuntimeError(f"{runner} ended with {done.returncode}:\n{done.stdout[-6000:]}")
         return _read_outcome(json.loads(answer.read_text()))
+
+
+def job_environment(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment of a job's process, with `environ` in the last place."""
+    return {**clean_environment(os.environ), **_ENVIRONMENT, **environ}
 
 
 def _read_outcome(values: dict[str, Any]) -> Outcome:

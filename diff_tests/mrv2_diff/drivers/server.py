@@ -15,14 +15,15 @@ from typing import Any
 import httpx
 
 from mrv2_diff.drivers.one_engine import OURS
+from mrv2_diff.drivers.variables import clean_environment
 
 START_LIMIT_S = 240
 STOP_LIMIT_S = 20
-_CHOICES = ("MRV2_RUNNER", "MRV2_RUNNER_SET_FLAG", "MRV2_RUNNER_DECISION", "VLLM_PLUGINS")
 _ENVIRONMENT = {
     "VLLM_SERVER_DEV_MODE": "1",  # opens /collective_rpc, by which a worker is asked for its report
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_NO_USAGE_STATS": "1",
+    "TORCH_COMPILE_DISABLE": "1",  # compiling takes longer than a test's answers
     "HF_HUB_OFFLINE": "1",
 }
 
@@ -75,9 +76,8 @@ def serve_command(model: Path, port: int, arguments: Sequence[str] = ()) -> list
 
 
 def serve_environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return this process's environment without choices of a runner, plus `environ`."""
-    clean = {name: value for name, value in os.environ.items() if name not in _CHOICES}
-    return {**clean, **_ENVIRONMENT, **environ}
+    """Return the environment of a server's process, with `environ` in the last place."""
+    return {**clean_environment(os.environ), **_ENVIRONMENT, **environ}
 
 
 def free_port() -> int:

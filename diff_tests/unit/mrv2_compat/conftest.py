@@ -15,6 +15,8 @@ from typing import Any
 
 import pytest
 
+from mrv2_diff.drivers.variables import clean_environment
+
 CONFIG = {
     "architectures": ["Qwen3ForCausalLM"],
     "model_type": "qwen3",
@@ -123,11 +125,10 @@ def run_cases(tmp_path_factory: pytest.TempPathFactory) -> RunCases:
     (model / "config.json").write_text(json.dumps(CONFIG))
 
     def run(cases: list[dict[str, Any]], environ: dict[str, str]) -> Outcomes:
-        clean = {name: value for name, value in os.environ.items() if not _is_a_choice(name)}
         done = subprocess.run(
             [sys.executable, "-c", PROGRAM],
             input=json.dumps([{**entry, "model": str(model)} for entry in cases]),
-            env={**clean, **environ},
+            env={**clean_environment(os.environ), **environ},
             capture_output=True,
             text=True,
             check=False,
@@ -140,10 +141,6 @@ def run_cases(tmp_path_factory: pytest.TempPathFactory) -> RunCases:
         return Outcomes(by_case, done.stdout + done.stderr)
 
     return run
-
-
-def _is_a_choice(name: str) -> bool:
-    return name.startswith("MRV2_") or name in ("VLLM_USE_V2_MODEL_RUNNER", "VLLM_PLUGINS")
 
 
 @pytest.fixture(scope="session")
