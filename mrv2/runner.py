@@ -210,9 +210,11 @@ class Runner:
             self._apply_events(plan)
             layout = lay_out_next_decode(last, scheduled)
         else:
-            check_work(plan, self.config, self.rows)
+            rows = check_work(plan, self.config, self.rows)
             self._apply_events(plan)
-            layout = layout_batch(scheduled, self.rows.rows(scheduled.req_ids))
+            if rows is None:
+                rows = self.rows.rows(scheduled.req_ids)
+            layout = layout_batch(scheduled, rows)
             self.requests.agree(layout.rows, layout.num_computed_tokens)
         self._last_layout = layout
         return layout

@@ -6,6 +6,9 @@ look at host values only; their cost grows with a step's requests, not with thei
 
 from operator import add, le
 
+import numpy as np
+import numpy.typing as npt
+
 from mrv2.config import RunnerConfig
 from mrv2.errors import CapacityError, ConfigError, ProtocolError
 from mrv2.plan import Arrival, Scheduled, StepPlan
@@ -45,8 +48,14 @@ def check_events(
         block_tables.check(rows.row(req_id), continuation.new_block_ids)
 
 
-def check_work(plan: StepPlan, config: RunnerConfig, rows: RowTable) -> None:
+def check_work(
+    plan: StepPlan, config: RunnerConfig, rows: RowTable
+) -> npt.NDArray[np.int32] | None:
     """Refuse work that does not fit the requests as they are after the plan's events.
+
+    Returns:
+        [num_reqs] int32, the rows of the scheduled requests; None where the plan's events have yet
+        to move some of them.
 
     Raises:
         CapacityError: More tokens than a step or a row can hold.
@@ -60,7 +69,7 @@ def check_work(plan: StepPlan, config: RunnerConfig, rows: RowTable) -> None:
         raise CapacityError(
             f"the step has {total} tokens; max_num_tokens is {config.max_num_tokens}"
         )
-    _check_rows(plan, rows)
+    found = _check_rows(plan, rows)
     ends = list(map(add, scheduled.num_computed_tokens, scheduled.num_tokens))
     fits = (
         min(scheduled.num_tokens) > 0
@@ -70,6 +79,7 @@ def check_work(plan: StepPlan, config: RunnerConfig, rows: RowTable) -> None:
     )
     if not fits:
         _refuse_work(scheduled, config)
+    return found
 
 
 def _refuse_work(scheduled: Scheduled, config: RunnerConfig) -> None:
@@ -106,14 +116,16 @@ def _check_lists(scheduled: Scheduled) -> None:
         raise ProtocolError(f"a request is scheduled twice in one step: {scheduled.req_ids}")
 
 
-def _check_rows(plan: StepPlan, rows: RowTable) -> None:
+def _check_rows(plan: StepPlan, rows: RowTable) -> npt.NDArray[np.int32] | None:
     if not plan.arrivals and not plan.departed:
-        return  # then looking the rows up says the same, and nothing was changed before it
+        # No row changes hands, so the look-up that the step needs anyway is the check.
+        return rows.rows(plan.scheduled.req_ids)
     arriving = {arrival.req_id for arrival in plan.arrivals}
     departed = set(plan.departed)
     for req_id in plan.scheduled.req_ids:
         if req_id not in arriving and (req_id in departed or req_id not in rows):
             raise ProtocolError(f"request {req_id!r} is scheduled but has no row")
+    return None
 
 
 def _check_arrival(arrival: Arrival, config: RunnerConfig) -> None:

@@ -339,6 +339,14 @@ WRONG_PLANS: dict[str, tuple[StepPlan, type[Mrv2Error], str]] = {
         ProtocolError,
         "'x' is scheduled but has no row",
     ),
+    "unknown request beside more blocks for a live one": (
+        StepPlan(
+            continuations=(Continuation(req_id="a", new_block_ids=BLOCKS),),
+            scheduled=scheduled(a=(1, 9, 10), x=(1, 0, 1)),
+        ),
+        ProtocolError,
+        "'x' is scheduled but has no row",
+    ),
     "departed and scheduled": (
         StepPlan(departed=("a",), scheduled=scheduled(a=(1, 9, 10))),
         ProtocolError,
