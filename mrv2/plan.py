@@ -51,7 +51,8 @@ class Arrival:
     token_ids: list[int]
     """Every token known so far: the prompt, and after a preemption the outputs too."""
     prompt_len: int
-    """How many of `token_ids` are the prompt."""
+    """How many of `token_ids` are the prompt. The split is lost on a resume unless it is told;
+    penalties and a least number of tokens will count outputs from here. No stage reads it yet."""
     num_computed_tokens: int
     """Tokens whose KV is already in the blocks (a prefix-cache hit)."""
     block_ids: tuple[list[int], ...]

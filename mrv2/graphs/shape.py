@@ -1,4 +1,8 @@
-"""The padded shape of a step, and how it is launched. Pure host arithmetic."""
+"""The shape of a step, and how it is launched. Pure host arithmetic.
+
+Every step is launched eagerly, so the key is recorded and read by nobody: it is where captured
+graphs come in.
+"""
 
 from enum import StrEnum
 from typing import NamedTuple
