@@ -37,5 +37,5 @@ def test_control_without_a_fault_passes(case: str, tmp_path: Path) -> None:
     assert record.first_divergence is None
 
 
-def test_there_are_ten_faults_of_different_kinds() -> None:
-    assert len({mutant.id for mutant in MUTANTS}) == len(MUTANTS) == 10
+def test_there_are_ten_faults_at_least() -> None:
+    assert len({mutant.id for mutant in MUTANTS}) == len(MUTANTS) >= 10

@@ -41,6 +41,8 @@ class Add:
     temperature: float = 0.0
     seed: int | None = None
     logprobs: int | None = None
+    options: tuple[tuple[str, object], ...] = ()
+    """Further sampling parameters by vLLM's name; a list is a tuple here."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

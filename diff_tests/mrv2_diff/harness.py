@@ -74,7 +74,10 @@ def _cases() -> Mapping[str, Case]:
 
 
 def _run(selection: Selection, on_step: OnStep) -> Iterator[Record]:
-    from mrv2_diff.run import RunRequest, run_cases  # imports torch and vLLM: seconds
+    from mrv2_diff import process  # the next line imports torch and vLLM, which takes seconds
+
+    process.prepare()
+    from mrv2_diff.run import RunRequest, run_cases
 
     request = RunRequest(cases=selection.cases, pair=selection.pair, model=selection.model)
     return run_cases(request, on_step)

@@ -23,23 +23,29 @@ class MemoryMeter:
     """
 
     every: int
-    """Measure every n-th call pair; the instruments cost milliseconds."""
+    """Measure every n-th step; the instruments cost milliseconds."""
     tensor_peak: dict[str, int] = field(default_factory=dict)
     python_peak: dict[str, int] = field(default_factory=dict)
-    _calls: dict[str, int] = field(default_factory=dict)
+    _held: dict[str, tuple[int, int]] = field(default_factory=dict)
+    """By side: the step that was measured last, and the tensor bytes that it still held."""
 
-    def __call__(self, side: str, call: Callable[[], Any]) -> Any:
-        """Run a call under the instruments, in the steps whose turn it is."""
-        number = self._calls[side] = self._calls.get(side, 0) + 1
-        if (number - 1) // 2 % self.every:
+    def __call__(self, side: str, step: int, call: Callable[[], Any]) -> Any:
+        """Run one part of a step under the instruments, if it is the step's turn.
+
+        What execute leaves for sample, such as logits, counts in both.
+        """
+        if step % self.every:
             return call()
+        last, held = self._held.get(side, (step, 0))
         before, _ = tracemalloc.get_traced_memory()
         tracemalloc.reset_peak()
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
             result = call()
-            _, peak = tracemalloc.get_traced_memory()
-        self.python_peak[side] = max(self.python_peak.get(side, 0), peak - before)
-        self.tensor_peak[side] = max(self.tensor_peak.get(side, 0), tensor_peak(profiler))
+            _, python_peak = tracemalloc.get_traced_memory()
+        peak, held = tensor_bytes(profiler, held if last == step else 0)
+        self._held[side] = step, held
+        self.python_peak[side] = max(self.python_peak.get(side, 0), python_peak - before)
+        self.tensor_peak[side] = max(self.tensor_peak.get(side, 0), peak)
         return result
 
     def __enter__(self) -> "MemoryMeter":
@@ -60,8 +66,13 @@ class MemoryMeter:
         )
 
 
-def tensor_peak(profiler: profile) -> int:
-    """Return the largest sum of tensor bytes that were held at once in a profile."""
+def tensor_bytes(profiler: profile, held: int) -> tuple[int, int]:
+    """Return the largest sum of tensor bytes held at once in a profile, and the sum at its end.
+
+    Args:
+        profiler: Ended, with memory events.
+        held: Bytes held when it began.
+    """
     results = profiler.profiler.kineto_results if profiler.profiler is not None else None
     if results is None:
         raise RuntimeError("the profiler recorded nothing; was it stopped?")
@@ -69,11 +80,11 @@ def tensor_peak(profiler: profile) -> int:
         (event for event in results.events() if event.name() == "[memory]"),
         key=lambda event: event.start_ns(),
     )
-    held = peak = 0
+    peak = held
     for event in events:
         held += event.nbytes()
         peak = max(peak, held)
-    return int(peak)
+    return peak, held
 
 
 def held_bytes(root: object, without: list[Tensor]) -> int:
@@ -112,7 +123,7 @@ def latency(execute: list[float], sample: list[float]) -> Latency:
     return Latency(
         execute_us=quartiles(execute),
         sample_us=quartiles(sample),
-        output_us=quartiles([0.0] * len(total)),
+        output_us=None,
         total_us=quartiles(total),
     )
 

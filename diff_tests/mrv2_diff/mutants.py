@@ -14,6 +14,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
+from mrv2 import output
 from mrv2.batch import commit, inputs
 from mrv2.memory.staged import StagedWriteTensor
 from mrv2.ops.twin import TwinOp
@@ -141,6 +142,17 @@ def _resumed_keeps_old_block() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def _outputs_in_another_order() -> Iterator[None]:
+    split = output._split
+
+    def faulty(*args: Any) -> Any:
+        return list(reversed(split(*args)))
+
+    with patch.object(output, "_split", faulty):
+        yield
+
+
 MUTANTS = (
     Mutant(
         id="stale-row",
@@ -204,6 +216,13 @@ MUTANTS = (
         case="lifecycle.greedy",
         first="positions",
         apply=_token_committed_twice,
+    ),
+    Mutant(
+        id="outputs-in-another-order",
+        title="the tokens of a step are returned to other requests",
+        case="lifecycle.greedy",
+        first="tokens",
+        apply=_outputs_in_another_order,
     ),
     Mutant(
         id="resumed-keeps-old-block",

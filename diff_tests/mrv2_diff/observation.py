@@ -50,7 +50,9 @@ class Observation:
     processed_logits: Tensor
     """[num_draws, vocab_size] float32, as drawn from."""
     tokens: Ints
-    """[num_draws], the runner's own choice."""
+    """[num_draws], the runner's own choice, as it returned it."""
+    drawn: Ints
+    """[num_draws], the runner's own choice, as its sampler made it."""
     logprobs: ObservedLogprobs | None
 
 
@@ -112,6 +114,7 @@ def _concatenate(first: Observation, second: Observation) -> Observation:
         logits=torch.cat((first.logits, second.logits)),
         processed_logits=torch.cat((first.processed_logits, second.processed_logits)),
         tokens=np.concatenate((first.tokens, second.tokens)),
+        drawn=np.concatenate((first.drawn, second.drawn)),
         logprobs=_concatenate_logprobs(first, second),
     )
 

@@ -30,7 +30,8 @@ class Latency:
 
     execute_us: Quartiles
     sample_us: Quartiles
-    output_us: Quartiles
+    output_us: Quartiles | None
+    """Waiting for an output after sample; None where sample returns it."""
     total_us: Quartiles
 
 

@@ -1,27 +1,31 @@
 """Run cases: passes of two runners over the same batches, then one record for each case.
 
-A case is run in passes, because what is needed to observe a value spoils what is measured: *forced*
-(the reference's tokens are committed in both runners, so that every position is compared), *free*
-(the candidate commits its own, so that a faulty commit shows), a pass for latency without
+A case is run in passes, because what is needed to observe a value spoils what is measured:
+*forced* (the reference's tokens are committed in both runners, so that every position is compared),
+*free* (the candidate commits its own, so that a faulty commit shows), a pass for latency without
 observers, and one for memory under its instruments.
 """
 
+import os
+import shlex
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
+from mrv2.errors import ConfigError, UnsupportedByRunner
 from mrv2_diff import instruments, noise
 from mrv2_diff.case import Abort, Add, Case, EngineSpec, Event
-from mrv2_diff.compare.steps import Expectations, compare_ledgers, compare_step
+from mrv2_diff.compare.steps import compare_step
 from mrv2_diff.compare.tally import Place, Tally
 from mrv2_diff.environment import collect
-from mrv2_diff.lockstep.engine import ENVIRONMENT, LockstepEngine
+from mrv2_diff.judge import Outcome, add_ledgers, add_step, expectations, floor_fault, judge
+from mrv2_diff.lockstep.engine import LockstepEngine
 from mrv2_diff.lockstep.worker import HarnessError, Pass, StepReport
 from mrv2_diff.models.checkpoint import cached_model
-from mrv2_diff.record import Latency, Memory, Record
-from mrv2_diff.verdict import Divergence, Verdict
+from mrv2_diff.record import Record
+from mrv2_diff.verdict import Verdict
 
 OnStep = Callable[[str, int], None]
 
@@ -29,17 +33,6 @@ _WARMUP_STEPS = 3
 """Steps of a latency pass that do not count."""
 _MEASURED_STEPS = 40
 """Steps of a memory pass that carry instruments, spread over the pass."""
-_ALWAYS = (
-    "input_ids",
-    "positions",
-    "seq_lens",
-    "slots",
-    "logits",
-    "processed_logits",
-    "output",
-    "ledger",
-)
-"""Values that every case compares; none at all is a failure."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,31 +46,18 @@ class RunRequest:
     """Checkpoint to run in place of the tiny ones; None: what each case names."""
 
 
-@dataclass(slots=True)
-class Outcome:
-    """What a case's passes found."""
-
-    tally: Tally
-    modes: list[str] = field(default_factory=list)
-    steps: int = 0
-    request_steps: int = 0
-    events: dict[str, int] = field(default_factory=dict)
-    logit_diffs: list[float] = field(default_factory=list)
-    crash: str | None = None
-    memory: dict[str, Memory] = field(default_factory=dict)
-    latency: dict[str, Latency] = field(default_factory=dict)
-
-
 def run_cases(request: RunRequest, on_step: OnStep | None = None) -> Iterator[Record]:
     """Run each case and yield its record as soon as it is known.
 
     Args:
         request: What to run. Cases that share an engine run together, otherwise in the given order.
         on_step: Told the case and the number of steps so far, for a progress bar.
+
+    Raises:
+        ConfigError: An engine does not start.
     """
-    environment = collect("cpu", seed=0) | {
-        "torch compile": "off" if ENVIRONMENT["TORCH_COMPILE_DISABLE"] == "1" else "on"
-    }
+    compiled = "off" if os.environ.get("TORCH_COMPILE_DISABLE") == "1" else "on"
+    environment = collect("cpu", seed=0) | {"torch compile": compiled}
     for spec in dict.fromkeys(case.engine for case in request.cases):
         cases = [case for case in request.cases if case.engine == spec]
         with _Bench(spec, request, on_step or _ignore_step, environment) as bench:
@@ -107,38 +87,50 @@ class _Bench:
 
     def record(self, case: Case) -> Record:
         """Run one case and judge it."""
+        engine = self._ready()
         try:
-            engine = self._ready()
             outcome = self._passes(engine, case)
         except HarnessError:
             raise
+        except UnsupportedByRunner as refusal:
+            outcome = Outcome(Tally(None))
+            return self._record(case, outcome, Verdict.REFUSED, "; ".join(refusal.reasons))
         except Exception:  # noqa: BLE001 - a runner may fail in any way; the failure is the result
             self._stack.close()
             self._engine = None
-            return self._failed(case, traceback.format_exc(limit=-6))
-        return self._judged(case, outcome)
+            outcome = Outcome(Tally(None), crash=traceback.format_exc(limit=-6))
+            summary = "the reference or its engine failed"
+            return self._record(case, outcome, Verdict.REFERENCE_CRASHED, summary)
+        return self._record(case, outcome, *judge(case, outcome))
 
     def _ready(self) -> LockstepEngine:
         if self._engine is None:
             model = self._request.model or cached_model(self._spec.model)
-            self._engine = LockstepEngine(self._spec, model)
+            try:
+                self._engine = LockstepEngine(self._spec, model)
+            except Exception as error:
+                raise ConfigError(
+                    f"vLLM does not start on {model.name}: {error}; "
+                    "the folder must hold a model that V1 serves on this machine"
+                ) from error
             self._stack.callback(self._engine.close)
-        if self._floor is None:
-            self._floor = measure_floor(self._engine)
         return self._engine
 
     def _passes(self, engine: LockstepEngine, case: Case) -> Outcome:
-        assert self._floor is not None
-        outcome = Outcome(
-            Tally({value: noise.MARGIN * floor for value, floor in self._floor.items()})
-        )
+        if self._floor is None:
+            self._floor = measure_floor(engine)
+        bounds = {value: noise.MARGIN * floor for value, floor in self._floor.items()}
+        outcome = Outcome(Tally(bounds), inconclusive=floor_fault(self._floor, engine.dtype))
         events, candidate = case.workload(), self._request.pair[1]
         for mode, schedule in _modes(case, self._request.pair):
             self._compare(engine, case, outcome, events, mode, schedule)
             if outcome.crash is not None or outcome.tally.first is not None:
                 return outcome
-        _measure_latency(engine, events, candidate, outcome)
-        _measure_memory(engine, events, candidate, outcome)
+        for measure in (_measure_latency, _measure_memory):
+            measure(engine, events, candidate, outcome)
+            outcome.crash = engine.worker.crash
+            if outcome.crash is not None:
+                return outcome
         return outcome
 
     def _compare(
@@ -153,33 +145,29 @@ class _Bench:
         place = Place(mode if schedule == "same" else f"{mode}, {schedule}", 0)
         expected = expectations(events)
         outcome.modes.append(place.mode)
+        outcome.tally.stopped = False
         first = len(outcome.modes) == 1
 
         def listen(report: StepReport) -> None:
             place.step = report.number
             self._on_step(case.id, outcome.steps)
             outcome.steps += 1
-            outcome.request_steps += len(report.scheduler_output.num_scheduled_tokens)
             if first:
                 _count_events(outcome.events, report)
-            _compare_report(outcome, place, expected, report)
+            if report.candidate_ran:
+                add_ledgers(outcome, place, report.ledgers)
+                add_step(outcome, place, expected, report.reference, report.candidate)
 
-        engine.run(
-            events,
-            Pass(
-                candidate=self._request.pair[1],
-                forced=mode == "forced",
-                schedule=schedule,
-                listener=listen,
-            ),
+        candidate = self._request.pair[1]
+        settings = Pass(
+            candidate=candidate, forced=mode == "forced", schedule=schedule, listener=listen
         )
+        engine.run(events, settings)
         if first:
             outcome.events["aborts"] = sum(isinstance(event, Abort) for event in events)
         outcome.crash = engine.worker.crash
 
-    def _judged(self, case: Case, outcome: Outcome) -> Record:
-        verdict, summary = judge(case, outcome)
-        assert self._floor is not None
+    def _record(self, case: Case, outcome: Outcome, verdict: Verdict, summary: str) -> Record:
         return Record(
             id=case.id,
             area=case.area,
@@ -192,7 +180,7 @@ class _Bench:
             request_steps=outcome.request_steps,
             events=outcome.events,
             agreements={value: total.agreement() for value, total in outcome.tally.totals.items()},
-            noise_floor=self._floor,
+            noise_floor=self._floor or {},
             memory=outcome.memory,
             latency=outcome.latency,
             logit_diffs=outcome.logit_diffs,
@@ -202,43 +190,27 @@ class _Bench:
             environment=self._environment,
         )
 
-    def _failed(self, case: Case, error: str) -> Record:
-        return Record(
-            id=case.id,
-            area=case.area,
-            feature=case.feature,
-            pair=self._request.pair,
-            verdict=Verdict.REFERENCE_CRASHED,
-            summary="the reference or its engine failed",
-            modes=(),
-            steps=0,
-            request_steps=0,
-            events={},
-            agreements={},
-            noise_floor=self._floor or {},
-            memory={},
-            latency={},
-            error=error,
-            command=self._command(case),
-            environment=self._environment,
-        )
-
     def _command(self, case: Case) -> str:
-        model = f" --model {self._request.model}" if self._request.model else ""
-        return f"mrv2-diff run --case {case.id} --pair {','.join(self._request.pair)}{model}"
+        parts = ["mrv2-diff", "run", "--case", case.id, "--pair", ",".join(self._request.pair)]
+        if self._request.model is not None:
+            parts += ["--model", self._request.model.name]
+        return shlex.join(parts)
 
 
 def measure_floor(engine: LockstepEngine) -> dict[str, float]:
-    """Return the reference's largest difference from itself, in spacings, by kind of value."""
+    """Return the reference's largest difference from itself, in spacings, by kind of value.
+
+    Raises:
+        RuntimeError: The reference fails beside itself, or is given other inputs.
+    """
     events = noise.probe()
     expected = expectations(events)
     tally = Tally(None)
 
     def listen(report: StepReport) -> None:
         if report.reference is not None and report.candidate is not None:
-            compare_step(
-                tally, Place("forced", report.number), expected, report.reference, report.candidate
-            )
+            place = Place("forced", report.number)
+            compare_step(tally, place, expected, report.reference, report.candidate)
 
     for schedule in noise.SCHEDULES:
         engine.run(events, Pass(candidate="v1", forced=True, schedule=schedule, listener=listen))
@@ -251,42 +223,10 @@ def measure_floor(engine: LockstepEngine) -> dict[str, float]:
     }
 
 
-def judge(case: Case, outcome: Outcome) -> tuple[Verdict, str]:
-    """Return the verdict on a case and one sentence about it."""
-    first = outcome.tally.first
-    if first is not None:  # a crash that follows is a consequence
-        verdict = Verdict.WRONG_SHAPE if first.policy == "same shape" else Verdict.WRONG_VALUE
-        return verdict, _sentence(first)
-    if outcome.crash is not None:
-        return Verdict.CRASHED, f"the candidate failed: {outcome.crash.strip().splitlines()[-1]}"
-    absent = [value for value in _expected_values(case) if not _compared(outcome, value)]
-    absent += [
-        f"events of kind {kind}" for kind in sorted(case.expects) if not outcome.events.get(kind)
-    ]
-    if absent:
-        return Verdict.MISSING, f"nothing was compared of: {', '.join(absent)}"
-    if outcome.tally.near_ties:
-        return (
-            Verdict.NEAR_TIE,
-            f"{outcome.tally.near_ties} tokens differ where two logits lie within the floor",
-        )
-    total = sum(item.compared for item in outcome.tally.totals.values())
-    return Verdict.MATCH, f"{total} values agree over {outcome.request_steps} request-steps"
-
-
-def expectations(events: tuple[Event, ...]) -> Expectations:
-    """Return what a workload says about its requests."""
-    adds = [event for event in events if isinstance(event, Add)]
-    return Expectations(
-        greedy=frozenset(event.req_id for event in adds if event.temperature == 0.0),
-        num_logprobs={event.req_id: event.logprobs for event in adds},
-    )
-
-
 def _modes(case: Case, pair: tuple[str, str]) -> list[tuple[str, str]]:
-    """Return the comparing passes of a case.
+    """Return the comparing passes of a case: mode and schedule.
 
-    Mode and schedule. A runner is also compared with itself under other schedules.
+    A runner is also compared with itself under other schedules.
     """
     modes = [("forced", "same")]
     if case.deterministic:
@@ -300,17 +240,6 @@ def _modes(case: Case, pair: tuple[str, str]) -> list[tuple[str, str]]:
             if not (seeded and schedule == "other chunks")
         )
     return modes
-
-
-def _compare_report(
-    outcome: Outcome, place: Place, expected: Expectations, report: StepReport
-) -> None:
-    if report.ledgers is not None and report.candidate_ran:
-        compare_ledgers(outcome.tally, place, *report.ledgers)
-    if report.reference is None or report.candidate is None or outcome.tally.stopped:
-        return
-    compare_step(outcome.tally, place, expected, report.reference, report.candidate)
-    outcome.logit_diffs.append(outcome.tally.step_logit_diff)
 
 
 def _count_events(events: dict[str, int], report: StepReport) -> None:
@@ -350,26 +279,27 @@ def _measure_latency(
         events,
         Pass(candidate=candidate, forced=False, observe=False, alternate=True, listener=listen),
     )
-    for side, name in _sides(candidate).items():
-        outcome.latency[name] = instruments.latency(*seconds[side])
+    if engine.worker.crash is None:
+        for side, name in _sides(candidate).items():
+            outcome.latency[name] = instruments.latency(*seconds[side])
 
 
 def _measure_memory(
     engine: LockstepEngine, events: tuple[Event, ...], candidate: str, outcome: Outcome
 ) -> None:
-    passes = max(len(outcome.modes), 1)
-    meter = instruments.MemoryMeter(every=max(1, outcome.steps // passes // _MEASURED_STEPS))
+    steps_a_pass = outcome.steps // max(len(outcome.modes), 1)
+    meter = instruments.MemoryMeter(every=max(1, steps_a_pass // _MEASURED_STEPS))
+    settings = Pass(
+        candidate=candidate,
+        forced=False,
+        observe=False,
+        wrap=meter,
+        listener=lambda report: None,
+    )
     with meter:
-        engine.run(
-            events,
-            Pass(
-                candidate=candidate,
-                forced=False,
-                observe=False,
-                wrap=meter,
-                listener=lambda report: None,
-            ),
-        )
+        engine.run(events, settings)
+    if engine.worker.crash is not None:
+        return
     subjects = {
         "reference": engine.worker.reference,
         "candidate": engine.worker.candidate(candidate),
@@ -381,27 +311,6 @@ def _measure_memory(
 
 def _sides(candidate: str) -> dict[str, str]:
     return {"reference": "v1", "candidate": candidate if candidate != "v1" else "v1 again"}
-
-
-def _expected_values(case: Case) -> list[str]:
-    expected = expectations(case.workload())
-    values = list(_ALWAYS)
-    if expected.greedy:
-        values.append("tokens")
-    if any(count is not None for count in expected.num_logprobs.values()):
-        values += ["logprobs", "ranks"]
-    return values
-
-
-def _compared(outcome: Outcome, value: str) -> int:
-    total = outcome.tally.totals.get(value)
-    return total.compared if total is not None else 0
-
-
-def _sentence(first: Divergence) -> str:
-    where = f"step {first.step} ({first.mode})"
-    whose = f" of {first.req_id} at {first.index}" if first.req_id else ""
-    return f"{where}: {first.value}{whose} is {first.candidate}, V1 has {first.reference}"
 
 
 def _ignore_step(case_id: str, step: int) -> None:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from deepdiff import DeepDiff
 
@@ -100,6 +101,7 @@ def _compare_draws(
     greedy = np.array(
         [index for index, owner in enumerate(owners) if owner in expected.greedy], dtype=np.int64
     )
+    tally.not_finite += int((~np.isfinite(logits)).sum())
     tokens = _without_near_ties(tally, place, reference, candidate.tokens[rows], greedy, scale)
     tally.exact(
         "tokens",
@@ -109,10 +111,12 @@ def _compare_draws(
         tokens[greedy],
     )
     _compare_logprobs(tally, place, expected, reference, candidate, rows)
-    shape = _shape(expected, reference), _shape(expected, candidate)
-    tally.structure(
-        "output", place, 2 * len(owners), [] if shape[0] == shape[1] else _differences(*shape)
-    )
+    has, gives = _structure(expected, reference), _structure(expected, candidate)
+    differences = [] if has == gives else _differences(has, gives)
+    tally.structure("output", place, sum(map(len, has.values())), differences)
+    if not np.array_equal(candidate.tokens, candidate.drawn):
+        wrong = f"returned {candidate.tokens.tolist()}, drew {candidate.drawn.tolist()}"
+        tally.structure("output", place, 0, [wrong])
 
 
 def _without_near_ties(
@@ -125,8 +129,10 @@ def _without_near_ties(
 ) -> Ints:
     """Return the candidate's tokens, those that lost by no more than rounding replaced."""
     bound = tally.bound("logits")
+    if bound is None:  # the reference beside itself, to measure: rounding may turn a token
+        return reference.tokens
     differing = greedy[reference.tokens[greedy] != tokens[greedy]]
-    if bound is None or not len(differing):
+    if not len(differing):
         return tokens
     logits = reference.logits.numpy()
     gaps = logits[differing, reference.tokens[differing]] - logits[differing, tokens[differing]]
@@ -159,42 +165,65 @@ def _compare_logprobs(
         token = int(candidate.tokens[rows[row]])
         same_token = token == int(reference.tokens[row])
         drawn = ours.values[row, 0] if same_token else normalised[row, token]
-        rank = ours.ranks[row] if same_token else np.sum(normalised[row] >= normalised[row, token])
         expected_values = np.concatenate(([drawn], ours.values[row, 1 : 1 + count]))
         values = theirs.values[rows[row], : 1 + count]
         scale = _scale(reference.logits[row : row + 1].numpy().astype(np.float64))
         tally.close("logprobs", place, [owner], _row(expected_values), _row(values), scale)
         ids = theirs.token_ids[rows[row], : 1 + count]
-        # The token ids beside the values: each must carry, in the reference, the logprob that it is
-        # listed with.
-        at_ids = np.concatenate(([drawn], normalised[row, ids[1:]]))
+        tally.exact("output", place, [owner], np.array([token]), ids[:1])
+        # The token ids beside the values: each must carry, in the reference, the logprob that it
+        # is listed with.
+        at_ids = np.concatenate(([drawn], normalised[row, np.clip(ids[1:], 0, vocab_size - 1)]))
         tally.close("logprobs", place, [owner], _row(at_ids), _row(values), scale)
-        if same_token:
-            tally.exact(
-                "ranks",
-                place,
-                [owner],
-                ours.ranks[row : row + 1],
-                theirs.ranks[rows[row] : rows[row] + 1],
-            )
-        else:
-            tally.exact(
-                "ranks", place, [owner], np.array([rank]), theirs.ranks[rows[row] : rows[row] + 1]
-            )
+        rank = int(ours.ranks[row])
+        if not same_token:
+            rank = int(np.sum(normalised[row] >= normalised[row, token]))
+        given = int(theirs.ranks[rows[row]])
+        same_logits = torch.equal(reference.logits[row], candidate.logits[rows[row]])
+        if not same_logits and _rounds_to(tally, normalised[row], token, given, scale):
+            rank = given
+        tally.exact("ranks", place, [owner], np.array([rank]), np.array([given]))
 
 
-def _shape(expected: Expectations, observation: Observation) -> dict[str, object]:
-    """Return what a step's output consists of, without its values."""
-    logprobs = observation.logprobs
-    shape: dict[str, object] = {}
+def _rounds_to(
+    tally: Tally, normalised: npt.NDArray[np.float32], token: int, rank: int, scale: FloatArray
+) -> bool:
+    """Say whether rounding within the bound can give a token this rank.
+
+    Args:
+        tally: Holds the bound of logprobs; none allows any rank.
+        normalised: [vocab_size]. The reference's logprobs.
+        token: The token.
+        rank: Its rank by the candidate.
+        scale: [1]. Size of the row's largest logit.
+    """
+    bound = tally.bound("logprobs")
+    if bound is None:
+        return True
+    slack = bound * float(np.spacing(scale.astype(np.float32))[0])
+    least = int(np.sum(normalised > normalised[token] + slack)) + 1
+    return least <= rank <= int(np.sum(normalised >= normalised[token] - slack))
+
+
+def _structure(expected: Expectations, observation: Observation) -> dict[str, dict[str, object]]:
+    """Return what a step's output consists of, by request, without its values."""
+    structure: dict[str, dict[str, object]] = {
+        req_id: {"tokens": 0, "logprobs": None} for req_id in observation.req_ids
+    }
     for row, owner in enumerate(observation.draw_ids):
-        wanted = expected.num_logprobs.get(owner)
-        distinct = None
-        if logprobs is not None and wanted is not None:
-            count = logprobs.token_ids.shape[1] - 1 if wanted == -1 else wanted
-            distinct = len(set(logprobs.token_ids[row, 1 : 1 + count].tolist()))
-        shape[owner] = {"tokens": 1, "logprobs": distinct}
-    return shape
+        entry = structure.setdefault(owner, {"tokens": 0, "logprobs": None})
+        entry["tokens"] = observation.draw_ids.count(owner)
+        entry["logprobs"] = _num_distinct(observation, row, expected.num_logprobs.get(owner))
+    return structure
+
+
+def _num_distinct(observation: Observation, row: int, wanted: int | None) -> int | None:
+    """Return how many different tokens a row of logprobs lists, of those that were asked for."""
+    logprobs = observation.logprobs
+    if logprobs is None or wanted is None:
+        return None
+    count = logprobs.token_ids.shape[1] - 1 if wanted == -1 else wanted
+    return len(set(logprobs.token_ids[row, 1 : 1 + count].tolist()))
 
 
 def _scale(logits: FloatArray) -> FloatArray:

@@ -75,6 +75,8 @@ class Tally:
     first: Divergence | None = None
     near_ties: int = 0
     """Greedy tokens that differ where the reference's two logits lie within the bound."""
+    not_finite: int = 0
+    """Logits of the reference that are NaN or infinite before any processing."""
     stopped: bool = False
     """A near tie in a free pass.
 
@@ -157,7 +159,14 @@ class Tally:
         if wrong.any():
             self._diverge(value, place, owners, wrong, reference, candidate, policy)
 
-    def structure(self, value: str, place: Place, compared: int, differences: list[str]) -> None:
+    def structure(
+        self,
+        value: str,
+        place: Place,
+        compared: int,
+        differences: list[str],
+        policy: str = "equal structure",
+    ) -> None:
         """Count a comparison of structured values and the differences that it found."""
         total = self.totals.setdefault(value, Total("equal structure"))
         total.compared += compared
@@ -171,8 +180,12 @@ class Tally:
                 index=0,
                 reference="",
                 candidate=differences[0],
-                policy="equal structure",
+                policy=policy,
             )
+
+    def missing(self, place: Place, what: str) -> None:
+        """Note something that only one side has."""
+        self.structure("output", place, 0, [what], policy="present")
 
     def bound(self, value: str) -> float | None:
         """Return the largest difference allowed, in spacings; None allows any."""

@@ -6,24 +6,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-ENVIRONMENT = {
-    "VLLM_USE_V2_MODEL_RUNNER": "0",  # V1-mode scheduling, which both runners speak
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the harness must reach the worker
-    "VLLM_DISABLE_REQUEST_ID_RANDOMIZATION": "1",  # a case names its requests
-    "VLLM_CPU_KVCACHE_SPACE": "1",
-    "VLLM_LOGGING_LEVEL": "CRITICAL",
-    "TORCH_COMPILE_DISABLE": "1",  # else V1 compiles for 20 s at its first logprob
-    "KINETO_LOG_LEVEL": "99",  # torch's profiler prints two lines at each start
-    "TORCH_CPP_LOG_LEVEL": "ERROR",  # vLLM warns of its NUMA binding at each start
-    "VLLM_NO_USAGE_STATS": "1",
-    "HF_HUB_OFFLINE": "1",
-}
-"""Set before vLLM is imported, where the user did not set it."""
+from mrv2_diff import process
 
-# The lockstep worker holds both runners; nothing else may choose one.
-os.environ.pop("MRV2_RUNNER", None)
-for _name, _value in ENVIRONMENT.items():
-    os.environ.setdefault(_name, _value)
+process.prepare()
 
 # E402: vLLM reads the environment when it is imported.
 import torch  # noqa: E402
@@ -74,6 +59,8 @@ class LockstepEngine:
         self._engine: Any = self._llm.llm_engine
         self._core: Any = self._engine.engine_core.engine_core
         self.worker: LockstepWorker = self._engine.model_executor.driver_worker.worker
+        self.dtype = str(self._engine.vllm_config.model_config.dtype).removeprefix("torch.")
+        """Of the model, by torch's name."""
         self.vocab_size: int = self._engine.vllm_config.model_config.get_vocab_size()
 
     def run(self, events: tuple[Event, ...], settings: Pass) -> None:
@@ -117,6 +104,7 @@ class LockstepEngine:
             logprobs=event.logprobs,
             ignore_eos=True,
             detokenize=False,
+            **{name: _plain(value) for name, value in event.options},
         )
         prompt = {"prompt_token_ids": [token % self.vocab_size for token in event.prompt]}
         return self._engine.input_processor.process_inputs(
@@ -139,6 +127,15 @@ class LockstepEngine:
         self._engine.engine_core.shutdown()
         del self._llm, self._engine, self._core, self.worker
         cleanup_dist_env_and_memory()
+
+
+def _plain(value: object) -> object:
+    """Return an option's value as vLLM takes it: tuples of pairs are dicts, other tuples lists."""
+    if not isinstance(value, tuple):
+        return value
+    if value and all(isinstance(item, tuple) and len(item) == 2 for item in value):
+        return {key: _plain(item) for key, item in value}
+    return [_plain(item) for item in value]
 
 
 @contextmanager

@@ -16,11 +16,14 @@ from vllm.config import VllmConfig
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
 from mrv2.batch.inputs import InputBatch
+from mrv2.errors import UnsupportedByRunner
 from mrv2.sampling.sampler import SamplerOutput
 from mrv2.trace import Probe
+from mrv2_compat.vllm_v1.refusals import config_refusals
 from mrv2_compat.vllm_v1.runner import VllmRunner
 from mrv2_diff.observation import Ints, Observation, ObservedLogprobs
 
@@ -75,6 +78,7 @@ class V1Subject:
         self._processed: Tensor | None = None
         self._raw: Tensor | None = None
         self._output: ModelRunnerOutput | None = None
+        runner.sampler.sample = self._keeping_unscaled(runner.sampler.sample)
         runner.sampler.topk_topp_sampler.register_forward_pre_hook(self._keep_processed)
         runner.sampler = self._forcing
 
@@ -128,6 +132,7 @@ class V1Subject:
             logits=raw[drawn],
             processed_logits=processed[drawn],
             tokens=_ints(own)[drawn],
+            drawn=_ints(own)[drawn],
             logprobs=_v1_logprobs(output, drawn),
         )
 
@@ -157,9 +162,21 @@ class V1Subject:
         """Return the KV cache of each layer."""
         return list(self.runner.kv_caches)
 
+    def _keeping_unscaled(self, sample: Callable[..., Any]) -> Callable[..., Any]:
+        """Wrap the sampler's draw: what a batch of greedy requests is drawn from is its input."""
+
+        def keeping(logits: Tensor, *args: Any, **kwargs: Any) -> Any:
+            if self._observing:
+                self._processed = logits.clone()
+            return sample(logits, *args, **kwargs)
+
+        return keeping
+
     def _keep_processed(self, _module: nn.Module, args: tuple[Any, ...]) -> None:
+        """Keep what random requests are drawn from: scaled, and cut by top-k and top-p."""
         if self._observing:
-            self._processed = args[0].clone()
+            logits, _, top_k, top_p = args
+            self._processed = apply_top_k_top_p(logits.clone(), top_k, top_p)
 
 
 class Mrv2Subject:
@@ -170,6 +187,9 @@ class Mrv2Subject:
     """
 
     def __init__(self, vllm_config: VllmConfig) -> None:
+        refused = config_refusals(vllm_config)
+        if refused:
+            raise UnsupportedByRunner([str(refusal) for refusal in refused])
         self._trace = _StepCopies()
         self.runner: Any = VllmRunner(vllm_config, torch.device("cpu"), self._trace)
         self._output: ModelRunnerOutput | None = None
@@ -299,8 +319,19 @@ class _StepCopies:
             self._values["tokens"] = _ints(value.token_ids)
 
     def observation(self, output: ModelRunnerOutput) -> Observation:
-        """Return the copies as an observation."""
+        """Return what was returned, with the copies of what it came from.
+
+        Tokens and logprobs are taken from the output as vLLM's scheduler takes them. The copies are
+        put into its order, which has a row for each token that it returns.
+        """
         values, layout = self._values, self._values["layout"]
+        returned = [
+            (req_id, token)
+            for req_id in output.req_ids
+            for token in output.sampled_token_ids[output.req_id_to_index[req_id]]
+        ]
+        draw_ids = [req_id for req_id, _ in returned]
+        rows = [self.draw_ids.index(req_id) for req_id in draw_ids if req_id in self.draw_ids]
         return Observation(
             req_ids=list(layout.req_ids),
             query_lens=layout.query_lens.astype(np.int64),
@@ -308,11 +339,12 @@ class _StepCopies:
             positions=values["positions"],
             seq_lens=values["seq_lens"],
             slots=values["slots"],
-            draw_ids=self.draw_ids,
-            logits=values["logits"],
-            processed_logits=values["processed_logits"],
-            tokens=values["tokens"],
-            logprobs=_mrv2_logprobs(output),
+            draw_ids=draw_ids,
+            logits=values["logits"][rows],
+            processed_logits=values["processed_logits"][rows],
+            tokens=np.array([token for _, token in returned], dtype=np.int64),
+            drawn=values["tokens"][rows],
+            logprobs=_returned_logprobs(output),
         )
 
 
@@ -339,8 +371,17 @@ def _v1_logprobs(output: ModelRunnerOutput, drawn: list[int]) -> ObservedLogprob
     )
 
 
-def _mrv2_logprobs(output: ModelRunnerOutput) -> ObservedLogprobs | None:
+def _returned_logprobs(output: ModelRunnerOutput) -> ObservedLogprobs | None:
+    """Return the logprobs of each returned token, sliced as vLLM's scheduler does."""
     if output.logprobs is None:
         return None
-    token_ids, values, ranks, _ = output.logprobs
-    return ObservedLogprobs(token_ids=token_ids.copy(), values=values.copy(), ranks=ranks.copy())
+    slices = [
+        output.logprobs.slice_request(output.req_id_to_index[req_id], len(tokens))
+        for req_id, tokens in zip(output.req_ids, output.sampled_token_ids, strict=True)
+        if tokens
+    ]
+    return ObservedLogprobs(
+        token_ids=np.concatenate([part.logprob_token_ids for part in slices]).astype(np.int64),
+        values=np.concatenate([part.logprobs for part in slices]).astype(np.float32),
+        ranks=np.concatenate([part.sampled_token_ranks for part in slices]).astype(np.int64),
+    )

@@ -47,7 +47,7 @@ class StepReport:
     reference: Observation | None
     candidate: Observation | None
     candidate_ran: bool
-    """False once the candidate has crashed."""
+    """False if the candidate crashed in this step or before."""
     ledgers: tuple[dict[str, dict[str, object]], dict[str, dict[str, object]]] | None
     seconds: dict[str, list[float]] = field(default_factory=dict)
     """By `reference` and `candidate`.
@@ -56,11 +56,9 @@ class StepReport:
     """
 
 
-Wrap = Callable[[str, Callable[[], Any]], Any]
-"""`wrap(side, call)` runs one runner's part of a step.
-
-A pass that measures memory puts its instruments around it.
-"""
+Wrap = Callable[[str, int, Callable[[], Any]], Any]
+"""`wrap(side, step, call)` runs one runner's part of a step; a pass that measures memory puts its
+instruments around it."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -249,6 +247,6 @@ class LockstepWorker(CPUWorker):
         assert settings is not None
         assert report is not None
         started = time.perf_counter()
-        result = call() if settings.wrap is None else settings.wrap(side, call)
+        result = call() if settings.wrap is None else settings.wrap(side, report.number, call)
         report.seconds.setdefault(side, []).append(time.perf_counter() - started)
         return result

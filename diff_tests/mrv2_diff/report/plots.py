@@ -53,11 +53,13 @@ def latency_bars(
     timed = [("reference", pair[0], reference), ("candidate", pair[1], candidate)]
     known = [(side, runner, latency) for side, runner, latency in timed if latency is not None]
     longest = max((latency.total_us.q3 for _, _, latency in known), default=0.0)
-    return [
-        _bar(phase, side, runner, _phase(latency, phase), longest)
-        for phase in PHASES
-        for side, runner, latency in known
-    ]
+    bars = []
+    for phase in PHASES:
+        for side, runner, latency in known:
+            times = _phase(latency, phase)
+            if times is not None:
+                bars.append(_bar(phase, side, runner, times, longest))
+    return bars
 
 
 def step_plot(diffs: Sequence[float], floor: float | None) -> StepPlot | None:
@@ -91,7 +93,7 @@ def step_plot(diffs: Sequence[float], floor: float | None) -> StepPlot | None:
     )
 
 
-def _phase(latency: Latency, phase: str) -> Quartiles:
+def _phase(latency: Latency, phase: str) -> Quartiles | None:
     quartiles = {
         "execute": latency.execute_us,
         "sample": latency.sample_us,

@@ -1,0 +1,173 @@
+"""From what a case's passes found to a verdict.
+
+No runner and no vLLM here, so that every way to judge can be tested by hand.
+"""
+
+from dataclasses import dataclass, field
+
+from mrv2_diff.case import Add, Case, Event
+from mrv2_diff.compare.steps import Expectations, compare_ledgers, compare_step
+from mrv2_diff.compare.tally import Place, Tally
+from mrv2_diff.observation import Observation
+from mrv2_diff.record import Latency, Memory
+from mrv2_diff.verdict import Divergence, Verdict
+
+_ALWAYS = (
+    "input_ids",
+    "positions",
+    "seq_lens",
+    "slots",
+    "logits",
+    "processed_logits",
+    "output",
+    "ledger",
+)
+"""Values that every case compares; none at all is a failure."""
+
+MAX_FLOOR = {"float32": 64.0, "bfloat16": 8.0, "float16": 8.0}
+"""Largest noise floor that a verdict may rest on, in units of the dtype's epsilon at the row's
+largest logit. Seen: 16 in float32, 1 in bfloat16 (tiny models on an AMD EPYC, 2026-11-29)."""
+_EPSILON_BITS = {"float32": 23, "bfloat16": 7, "float16": 10}
+
+Ledgers = tuple[dict[str, dict[str, object]], dict[str, dict[str, object]]]
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What a case's passes found."""
+
+    tally: Tally
+    modes: list[str] = field(default_factory=list)
+    """Comparing passes, in the order in which they ran."""
+    draws_compared: dict[str, int] = field(default_factory=dict)
+    """Drawn tokens whose logits were compared, by mode."""
+    steps: int = 0
+    request_steps: int = 0
+    """Sum over compared steps of the requests scheduled in them."""
+    events: dict[str, int] = field(default_factory=dict)
+    logit_diffs: list[float] = field(default_factory=list)
+    crash: str | None = None
+    inconclusive: str | None = None
+    """Why nothing can be said."""
+    memory: dict[str, Memory] = field(default_factory=dict)
+    latency: dict[str, Latency] = field(default_factory=dict)
+
+
+def judge(case: Case, outcome: Outcome) -> tuple[Verdict, str]:
+    """Return the verdict on a case and one sentence about it."""
+    first = outcome.tally.first
+    if outcome.inconclusive is not None:
+        return Verdict.INCONCLUSIVE, outcome.inconclusive
+    if first is not None:  # a crash that follows is a consequence
+        verdicts = {"same shape": Verdict.WRONG_SHAPE, "present": Verdict.MISSING}
+        return verdicts.get(first.policy, Verdict.WRONG_VALUE), _sentence(first)
+    if outcome.crash is not None:
+        return Verdict.CRASHED, f"the candidate failed: {outcome.crash.strip().splitlines()[-1]}"
+    if outcome.tally.not_finite:
+        return Verdict.INCONCLUSIVE, f"{outcome.tally.not_finite} of V1's logits are not finite"
+    absent = _absent(case, outcome)
+    if absent:
+        return Verdict.MISSING, f"nothing was compared of: {', '.join(absent)}"
+    if outcome.tally.near_ties:
+        ties = outcome.tally.near_ties
+        return Verdict.NEAR_TIE, f"{ties} tokens differ where two logits lie within the floor"
+    total = sum(item.compared for item in outcome.tally.totals.values())
+    return Verdict.MATCH, f"{total} values agree over {outcome.request_steps} request-steps"
+
+
+def add_step(
+    outcome: Outcome,
+    place: Place,
+    expected: Expectations,
+    reference: Observation | None,
+    candidate: Observation | None,
+) -> None:
+    """Add one step's observations to an outcome; a step that only one side has is a divergence.
+
+    Args:
+        outcome: Receives the comparison.
+        place: Mode and step.
+        expected: What the case says of its requests.
+        reference: None for a step without tokens.
+        candidate: None for a step without tokens, or if the candidate returned nothing.
+    """
+    if outcome.tally.stopped or (reference is None and candidate is None):
+        return
+    if reference is None or candidate is None:
+        who = "V1" if candidate is None else "the candidate"
+        outcome.tally.missing(place, f"only {who} ran this step")
+        return
+    compare_step(outcome.tally, place, expected, reference, candidate)
+    outcome.request_steps += len(reference.req_ids)
+    outcome.logit_diffs.append(outcome.tally.step_logit_diff)
+    counts = outcome.draws_compared
+    counts[place.mode] = counts.get(place.mode, 0) + len(reference.draw_ids)
+
+
+def add_ledgers(outcome: Outcome, place: Place, ledgers: Ledgers | None) -> None:
+    """Add what both runners remember of their requests, unless a near tie ended the comparison."""
+    if ledgers is not None and not outcome.tally.stopped:
+        compare_ledgers(outcome.tally, place, *ledgers)
+
+
+def floor_fault(floor: dict[str, float], dtype: str) -> str | None:
+    """Return why a noise floor is too high to judge by; None if it is not.
+
+    Args:
+        floor: Spacings of float32, by value.
+        dtype: Of the model; one that is not in `MAX_FLOOR` has no bound and cannot be judged.
+    """
+    if dtype not in MAX_FLOOR:
+        return f"there is no bound on the noise of dtype {dtype}; run float32, bfloat16 or float16"
+    limit = MAX_FLOOR[dtype] * 2 ** (_EPSILON_BITS["float32"] - _EPSILON_BITS[dtype])
+    for value, spacings in floor.items():
+        if not spacings <= limit:
+            return (
+                f"V1 differs from itself by {spacings:g} spacings in {value}; "
+                f"{limit:g} is the most that a verdict in {dtype} may rest on"
+            )
+    return None
+
+
+def expectations(events: tuple[Event, ...]) -> Expectations:
+    """Return what a workload says about its requests."""
+    adds = [event for event in events if isinstance(event, Add)]
+    return Expectations(
+        greedy=frozenset(event.req_id for event in adds if event.temperature == 0.0),
+        num_logprobs={event.req_id: event.logprobs for event in adds},
+    )
+
+
+def _absent(case: Case, outcome: Outcome) -> list[str]:
+    absent = [value for value in _expected_values(case) if not _compared(outcome, value)]
+    absent += [
+        f"events of kind {kind}" for kind in sorted(case.expects) if not outcome.events.get(kind)
+    ]
+    if not outcome.tally.near_ties:
+        absent += [
+            f"the pass {mode!r}" for mode in outcome.modes if not outcome.draws_compared.get(mode)
+        ]
+    return absent
+
+
+def _expected_values(case: Case) -> list[str]:
+    expected = expectations(case.workload())
+    values = list(_ALWAYS)
+    if expected.greedy:
+        values.append("tokens")
+    if any(count is not None for count in expected.num_logprobs.values()):
+        values += ["logprobs", "ranks"]
+    return values
+
+
+def _compared(outcome: Outcome, value: str) -> int:
+    total = outcome.tally.totals.get(value)
+    return total.compared if total is not None else 0
+
+
+def _sentence(first: Divergence) -> str:
+    where = f"step {first.step} ({first.mode})"
+    whose = f" of {first.req_id} at {first.index}" if first.req_id else ""
+    if not first.reference:
+        return f"{where}: {first.value}: {first.candidate}"
+    return f"{where}: {first.value}{whose} is {first.candidate}, V1 has {first.reference}"
