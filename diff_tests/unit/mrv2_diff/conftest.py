@@ -1,16 +1,22 @@
-"""A record with plausible figures, from which tests change what they are about."""
+"""A record and a step with plausible figures, from which tests change what they are about."""
 
 import dataclasses
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
+from mrv2_diff.observation import Observation, ObservedLogprobs
 from mrv2_diff.record import Agreement, Latency, Memory, Quartiles, Record
 from mrv2_diff.verdict import Verdict
 
 MakeRecord = Callable[..., Record]
+Observe = Callable[..., Observation]
+
+LOGITS = ((0.0, 3.0, 5.0, 1.0, 2.0, 4.0), (6.0, 4.0, 1.0, 3.0, 5.0, 2.0))
 
 
 def _quartiles(median: float) -> Quartiles:
@@ -75,3 +81,46 @@ def _record(**changes: Any) -> Record:
 @pytest.fixture
 def make_record() -> MakeRecord:
     return _record
+
+
+def _observation(
+    *,
+    logits: Sequence[Sequence[float]] = LOGITS,
+    tokens: Sequence[int] | None = None,
+    num_logprobs: int | None = None,
+    **changes: Any,
+) -> Observation:
+    """Return a step in which `a` decodes and `b` runs a prompt of three tokens; both draw."""
+    raw = torch.tensor(logits, dtype=torch.float32)
+    drawn = raw.argmax(dim=1).numpy() if tokens is None else np.array(tokens, dtype=np.int64)
+    step = Observation(
+        req_ids=["a", "b"],
+        query_lens=np.array([1, 3]),
+        input_ids=np.array([11, 21, 22, 23]),
+        positions=np.array([7, 0, 1, 2]),
+        seq_lens=np.array([8, 3]),
+        slots=(np.array([39, 64, 65, 66]), np.array([7, 0, 1, 2])),
+        draw_ids=["a", "b"],
+        logits=raw,
+        processed_logits=raw.clone(),
+        tokens=drawn,
+        drawn=drawn.copy(),
+        logprobs=None if num_logprobs is None else _logprobs(raw, drawn, num_logprobs),
+    )
+    return dataclasses.replace(step, **changes)
+
+
+def _logprobs(logits: torch.Tensor, tokens: Any, count: int) -> ObservedLogprobs:
+    values = torch.log_softmax(logits, dim=-1)
+    drawn = values.gather(1, torch.from_numpy(tokens)[:, None])
+    top = values.topk(count, dim=1)
+    return ObservedLogprobs(
+        token_ids=np.concatenate((tokens[:, None], top.indices.numpy()), axis=1),
+        values=torch.cat((drawn, top.values), dim=1).numpy(),
+        ranks=(values >= drawn).sum(dim=1).numpy(),
+    )
+
+
+@pytest.fixture
+def observe() -> Observe:
+    return _observation
