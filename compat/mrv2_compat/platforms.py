@@ -11,7 +11,9 @@ Order matters at the end: refusals are looked for after vLLM's own platform code
 changes the configuration; it also replaces a worker name of "auto", so the name is read before.
 """
 
+import gc
 import os
+import weakref
 from functools import cache
 from typing import Any
 
@@ -30,6 +32,9 @@ WORKERS = {
     CPU: "mrv2_compat.vllm_v1.worker.CpuWorker",
     CUDA: "mrv2_compat.vllm_v1.worker.CudaWorker",
 }
+
+_settled: list[tuple[weakref.ref[Any], str]] = []
+"""Configurations that were settled in this process and may still be in use, with their runners."""
 
 
 def builtin_platform() -> tuple[str, str] | None:
@@ -104,13 +109,18 @@ def choose_dialect(vllm_config: Any) -> None:
 
     Ours and V1's runner both need it; which of the two runs is settled at the end, when the
     configuration is final. Without a model there is nothing to decide.
+
+    Raises:
+        ConfigError: Another engine of this process needs it otherwise.
     """
     selection = sel.current_selection()
     if selection is None or selection.name != sel.AUTO or vllm_config.model_config is None:
         return
     if refusals.v1_obstacles(vllm_config):
+        _require_one_runner(vllm_config, sel.VLLM)
         sel.release_flag(os.environ)
     else:
+        _require_one_runner(vllm_config, sel.MRV2, sel.V1)
         sel.claim_flag(os.environ)
 
 
@@ -123,15 +133,21 @@ def settle(vllm_config: Any, asked_worker: str, kind: str) -> None:
         kind: "cpu" or "cuda".
 
     Raises:
-        ConfigError: A setting contradicts the selection, the worker is not one of the runner's, or
-            the runner does not support the configuration; then with every reason.
+        ConfigError: A setting contradicts the selection, the worker is not one of the runner's,
+            another engine of this process has another runner, or the runner does not support the
+            configuration; then with every reason.
     """
     selection = sel.current_selection()
-    if selection is None or vllm_config.model_config is None:
+    if vllm_config.model_config is None:
+        return
+    if selection is None:
+        _require_one_runner(vllm_config, sel.VLLM)
+        _note(vllm_config, sel.VLLM)
         return
     sel.require_entry_points(os.environ)
     sel.require_no_conflict(selection, os.environ)
     decision = _decide(selection, vllm_config, asked_worker, kind)
+    _require_one_runner(vllm_config, decision.runner)
     worker = _worker_of(decision, selection, kind)
     if worker is not None and asked_worker == AUTO_WORKER:
         vllm_config.parallel_config.worker_cls = worker
@@ -143,9 +159,50 @@ def settle(vllm_config: Any, asked_worker: str, kind: str) -> None:
         )
     # vLLM checks a finished configuration again in the engine's process: say it once.
     is_news = asked_worker == AUTO_WORKER or os.environ.get(sel.DECISION_VAR) != decision.runner
-    os.environ[sel.DECISION_VAR] = decision.runner
+    _note(vllm_config, decision.runner)
     if is_news:
         _say(decision, selection, vllm_config.parallel_config.worker_cls)
+
+
+def _require_one_runner(vllm_config: Any, *possible: str) -> None:
+    """Refuse a second runner in one process.
+
+    How requests are checked and which dialect vLLM schedules in is settled for a process: with two
+    runners, one engine would be served by the other's rules.
+
+    Args:
+        vllm_config: The configuration that is being built.
+        possible: The runners that it may still get.
+
+    Raises:
+        ConfigError: A configuration that is still in use has none of them.
+    """
+    others = _runners_beside(vllm_config) - set(possible)
+    if others:
+        gc.collect()  # an engine that was dropped may be held by a cycle
+        others = _runners_beside(vllm_config) - set(possible)
+    if others:
+        raise ConfigError(
+            f"this engine is for the runner {' or '.join(possible)}, and another engine of this "
+            f"process has {', '.join(sorted(others))}: give each a process of its own, drop the "
+            f"other first, or set {sel.RUNNER_VAR} so that both have the same"
+        )
+
+
+def _runners_beside(vllm_config: Any) -> set[str]:
+    found = ((settled(), runner) for settled, runner in _settled)
+    return {runner for other, runner in found if other is not None and other is not vllm_config}
+
+
+def _note(vllm_config: Any, runner: str) -> None:
+    """Keep a decision for later requests, and beside its configuration while that lives."""
+    others = [
+        (settled, other)
+        for settled, other in _settled
+        if settled() is not None and settled() is not vllm_config
+    ]
+    _settled[:] = [*others, (weakref.ref(vllm_config), runner)]
+    os.environ[sel.DECISION_VAR] = runner
 
 
 def _decide(

@@ -5,7 +5,7 @@ matter beside `MRV2_RUNNER` itself. `VLLM_USE_V2_MODEL_RUNNER` is vLLM's: `0` ma
 speak the V1 dialect, which V1's runner and ours both need. `MRV2_RUNNER_SET_FLAG` is a note to
 ourselves, inherited by vLLM's child processes, that it was we who set that flag, so that we may
 take it back; a flag that the user set is never touched. `MRV2_RUNNER_DECISION` carries the
-decision of the newest configuration to the place where requests are checked.
+decision to the place where requests are checked; all engines of a process have the same.
 """
 
 import os

@@ -14,7 +14,9 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
 
 from mrv2 import Arrival, Continuation, ProtocolError, Sampling, Scheduled, StepPlan
+from mrv2.errors import UnsupportedByRunner
 from mrv2_compat.vllm_v1.ledger import KnownRequest, RequestLedger
+from mrv2_compat.vllm_v1.refusals import request_refusals
 
 
 def plan_step(
@@ -30,9 +32,13 @@ def plan_step(
     Raises:
         ProtocolError: A request is scheduled that was never announced, or resumed without its
             tokens.
+        UnsupportedByRunner: A new request asks for what the runner does not have, and was not
+            checked where it entered. The ledger is as it was.
     """
     cached = scheduler_output.scheduled_cached_reqs
     new = scheduler_output.scheduled_new_reqs
+    for request in new:
+        _require_support(request)
     for req_id in scheduler_output.finished_req_ids:
         ledger.forget(req_id)
     departed = (
@@ -52,7 +58,7 @@ def plan_step(
 
 
 def sampling_of(params: SamplingParams, engine_seed: int, arrival_number: int) -> Sampling:
-    """Translate sampling parameters; the request was checked against the refusals when it entered.
+    """Translate sampling parameters that are within what the runner supports.
 
     A request without a seed gets one from the engine's seed and the number of its arrival, so that
     every rank gives it the same.
@@ -62,6 +68,15 @@ def sampling_of(params: SamplingParams, engine_seed: int, arrival_number: int) -
         digest = hashlib.blake2b(f"{engine_seed}/{arrival_number}".encode(), digest_size=8).digest()
         seed = int.from_bytes(digest, "little")
     return Sampling(temperature=params.temperature, seed=seed, num_logprobs=params.logprobs)
+
+
+def _require_support(request: NewRequestData) -> None:
+    """Refuse what slipped past the check at the entrance: ignoring it would give wrong tokens."""
+    if request.sampling_params is None:
+        return  # `_announce` says so
+    reasons = request_refusals(request.sampling_params)
+    if reasons:
+        raise UnsupportedByRunner([f"request {request.req_id!r}: {reason}" for reason in reasons])
 
 
 def _announce(request: NewRequestData, ledger: RequestLedger, engine_seed: int) -> Arrival:

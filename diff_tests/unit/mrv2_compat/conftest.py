@@ -49,6 +49,8 @@ def ask(request):
     engine_input = {"type": request.pop("type", "token"), "prompt_token_ids": [1]}
     current_platform.validate_request(engine_input, SamplingParams(**request))
 
+in_use = []
+
 def outcome(case):
     for name, value in case["environ"].items():
         os.environ.pop(name, None)
@@ -61,6 +63,8 @@ def outcome(case):
         config = build(case["model"], case["engine"])
         if case["request"] is not None:
             ask(dict(case["request"]))
+        if case["keep"]:
+            in_use.append(config)
         return {
             "worker": config.parallel_config.worker_cls,
             "uses_v2": config.use_v2_model_runner,
@@ -96,6 +100,7 @@ def case(
     engine: dict[str, Any] | None = None,
     request: dict[str, Any] | None = None,
     register: bool = False,
+    keep: bool = False,
 ) -> dict[str, Any]:
     """Describe one configuration, with changes to the environment that stay for later cases.
 
@@ -105,6 +110,7 @@ def case(
         engine: Arguments of vLLM's EngineArgs.
         request: Arguments of SamplingParams, and the engine input's `type`, to be validated.
         register: Whether to call the plugin's `register` again, which vLLM does once a process.
+        keep: Whether the configuration stays in use, as an engine's does, during later cases.
     """
     return {
         "name": name,
@@ -112,6 +118,7 @@ def case(
         "engine": engine or {},
         "request": request,
         "register": register,
+        "keep": keep,
     }
 
 

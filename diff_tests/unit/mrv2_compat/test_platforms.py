@@ -39,6 +39,12 @@ def outcomes(run_cases: Any, make_case: Callable[..., dict[str, Any]]) -> Any:
         make_case("auto-foreign-worker", engine={"worker_cls": V1S}),
         make_case("auto-vllm", engine={"prefill_context_parallel_size": 2}),
         make_case("auto-again"),
+        make_case("kept", keep=True),
+        make_case("second-v1", engine={"enable_prompt_embeds": True}),
+        make_case("second-vllm", engine={"prefill_context_parallel_size": 2}),
+        make_case("second-ours", request={"top_k": 5}),
+        make_case("second-unset", environ={RUNNER: None}),
+        make_case("second-same", environ={RUNNER: "mrv2"}),
     ]
     return run_cases(cases, {RUNNER: "mrv2"})
 
@@ -135,3 +141,21 @@ def test_auto_leaves_to_vllm_what_v1_cannot_run(outcomes: Any) -> None:
 
 def test_auto_sets_the_flag_again_for_a_later_configuration(outcomes: Any) -> None:
     assert outcomes.by_case["auto-again"] == {"worker": OURS, "uses_v2": False, "flag": "0"}
+
+
+@pytest.mark.parametrize(
+    ("name", "wanted"), [("second-v1", "v1"), ("second-vllm", "vllm"), ("second-unset", "vllm")]
+)
+def test_a_second_runner_in_one_process_is_refused(outcomes: Any, name: str, wanted: str) -> None:
+    error = outcomes.error(name)
+    assert f"is for the runner {wanted}, and another engine of this process has mrv2" in error
+    assert "a process of its own" in error
+
+
+def test_requests_are_checked_as_before_a_second_runner_was_refused(outcomes: Any) -> None:
+    assert outcomes.by_case["kept"]["worker"] == OURS
+    assert "top_k=5" in outcomes.error("second-ours")
+
+
+def test_a_second_engine_with_the_same_runner_is_welcome(outcomes: Any) -> None:
+    assert outcomes.by_case["second-same"] == {"worker": OURS, "uses_v2": False, "flag": "0"}

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from mrv2 import Continuation, ProtocolError, Sampling, StepPlan
+from mrv2.errors import UnsupportedByRunner
 from mrv2_compat.vllm_v1.ledger import RequestLedger
 
 pytestmark = pytest.mark.vllm
@@ -280,3 +281,16 @@ def test_what_the_scheduler_sent_is_not_changed(adapter: Adapter) -> None:
     plan = adapter.step({"a": 2}, new=[request])
     assert (request.prompt_token_ids, request.block_ids) == ([5, 6], ([3],))
     assert plan.arrivals[0].token_ids is request.prompt_token_ids, "no copy of a long prompt"
+
+
+def test_an_unsupported_request_that_was_not_checked_is_refused_and_never_ignored(
+    adapter: Adapter,
+) -> None:
+    adapter.step({"a": 2}, new=[new("a", [5, 6])])
+    slipped = new("b", [1, 2], temperature=0.8, top_k=5, min_p=0.1)
+    with pytest.raises(UnsupportedByRunner) as raised:
+        adapter.step({"c": 1, "b": 2}, new=[new("c", [3]), slipped], finished=["a"])
+    assert "request 'b': top_k (top_k=5)" in str(raised.value)
+    assert "request 'b': min_p (min_p=0.1)" in str(raised.value)
+    assert [req_id for req_id, _ in adapter.ledger.known()] == ["a"]
+    assert adapter.ledger.num_announced == 1
