@@ -159,9 +159,10 @@ def v1(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
 
 @pytest.fixture(scope="module")
 def hidden(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
-    """MRV2_RUNNER=mrv2 with both entry points hidden, as if the plugin were not installed."""
+    """MRV2_RUNNER=mrv2 with every entry point hidden, as if the plugin were not installed."""
     log = tmp_path_factory.mktemp("hidden") / "log"
-    yield from started(model, log, {"MRV2_RUNNER": "mrv2", "VLLM_PLUGINS": ""})
+    hiding = {"VLLM_PLUGINS": "", "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
+    yield from started(model, log, {"MRV2_RUNNER": "mrv2", **hiding})
 
 
 def differing(ours: list[Answer], theirs: list[Answer]) -> list[int]:

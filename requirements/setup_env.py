@@ -70,13 +70,17 @@ need(
     f"the distribution named vllm says version {held}; vLLM needs one that names the CPU",
     again,
 )
-plugins = {"vllm.general_plugins": "register", "vllm.platform_plugins": "platform"}
-for group, attribute in plugins.items():
-    found = [e.value for e in metadata.entry_points(group=group) if e.name == "mrv2"]
-    value = f"mrv2_compat.plugin:{attribute}"
+plugins = {
+    "vllm.general_plugins": "mrv2_compat.plugin:register",
+    "vllm.platform_plugins": "mrv2_compat.plugin:platform",
+    "torch.backends": "mrv2_compat.doors:on_torch_import",
+}
+for group, value in plugins.items():
+    points = metadata.entry_points(group=group)
+    found = [e.value for e in points if e.value.startswith("mrv2_compat.")]
     need(
         found == [value],
-        f"entry point mrv2 of {group} is {found or 'absent'}, not {value}",
+        f"our entry point of {group} is {found or 'absent'}, not {value}",
         ".venv/bin/python -m pip install --no-deps --no-build-isolation -e .",
     )
 command = Path(sys.prefix) / "bin" / "mrv2-diff"

@@ -19,6 +19,7 @@ from typing import Any
 
 from mrv2.errors import ConfigError, UnsupportedByRunner
 from mrv2_compat import selection as sel
+from mrv2_compat.doors import RUNNER_VAR
 from mrv2_compat.vllm_v1 import refusals, versions
 from mrv2_compat.vllm_v1.refusals import Refusal
 
@@ -153,9 +154,9 @@ def settle(vllm_config: Any, asked_worker: str, kind: str) -> None:
         vllm_config.parallel_config.worker_cls = worker
     if decision.runner != sel.VLLM and vllm_config.use_v2_model_runner:
         raise ConfigError(
-            f"{sel.RUNNER_VAR}={selection.name!r} needs V1-mode scheduling, and vLLM schedules for "
+            f"{RUNNER_VAR}={selection.name!r} needs V1-mode scheduling, and vLLM schedules for "
             f"its V2 runner ({sel.FLAG_VAR}={os.environ.get(sel.FLAG_VAR)!r}): drop the feature "
-            f"that only its V2 runner has, or unset {sel.RUNNER_VAR}"
+            f"that only its V2 runner has, or unset {RUNNER_VAR}"
         )
     # vLLM checks a finished configuration again in the engine's process: say it once.
     is_news = asked_worker == AUTO_WORKER or os.environ.get(sel.DECISION_VAR) != decision.runner
@@ -185,7 +186,7 @@ def _require_one_runner(vllm_config: Any, *possible: str) -> None:
         raise ConfigError(
             f"this engine is for the runner {' or '.join(possible)}, and another engine of this "
             f"process has {', '.join(sorted(others))}: give each a process of its own, drop the "
-            f"other first, or set {sel.RUNNER_VAR} so that both have the same"
+            f"other first, or set {RUNNER_VAR} so that both have the same"
         )
 
 
@@ -216,7 +217,7 @@ def _decide(
     elif asked_worker in WORKERS.values():
         foreign = [Refusal("the worker of mrv2", f"worker_cls={asked_worker}", "leave it out")]
     if foreign:
-        raise ConfigError(f"{sel.RUNNER_VAR}={selection.name!r} contradicts {foreign[0]}")
+        raise ConfigError(f"{RUNNER_VAR}={selection.name!r} contradicts {foreign[0]}")
     return sel.Decision(runner=selection.name, why="it was asked for")
 
 
@@ -277,7 +278,7 @@ def _say(decision: sel.Decision, selection: sel.Selection, worker: str) -> None:
         "runner: %s; worker %s; because %s=%s and %s",
         names.get(decision.runner, decision.runner),
         worker,
-        sel.RUNNER_VAR,
+        RUNNER_VAR,
         selection.name,
         decision.why,
     )

@@ -15,12 +15,11 @@ from importlib.metadata import EntryPoint, entry_points
 from typing import Protocol
 
 from mrv2.errors import ConfigError
+from mrv2_compat.doors import RUNNER_VAR, hidden_entry_points
 
-RUNNER_VAR = "MRV2_RUNNER"
 FLAG_VAR = "VLLM_USE_V2_MODEL_RUNNER"
 FLAG_OWNER_VAR = "MRV2_RUNNER_SET_FLAG"
 DECISION_VAR = "MRV2_RUNNER_DECISION"
-PLUGINS_VAR = "VLLM_PLUGINS"
 
 V1 = "v1"
 MRV2 = "mrv2"
@@ -30,10 +29,6 @@ VLLM = "vllm"
 
 BUILT_IN = (V1, MRV2, AUTO)
 CHOICES_GROUP = "mrv2.runner_choices"
-OUR_ENTRY_POINTS = {
-    "vllm.general_plugins": "mrv2_compat.plugin:register",
-    "vllm.platform_plugins": "mrv2_compat.plugin:platform",
-}
 
 
 class RunnerChoice(Protocol):
@@ -170,29 +165,6 @@ def decide_auto(refusals: Sequence[str], v1_obstacles: Sequence[str]) -> Decisio
     if not v1_obstacles:
         return Decision(runner=V1, why=reasons)
     return Decision(runner=VLLM, why=f"{reasons}; V1 cannot run: {'; '.join(v1_obstacles)}")
-
-
-def hidden_entry_points(environ: Mapping[str, str]) -> list[str]:
-    """Return why an entry point of ours is not loaded by vLLM, one reason each; empty if all are.
-
-    Both have the same name, so that `VLLM_PLUGINS` lets both through or neither. Were both hidden,
-    none of our code would run inside vLLM and nothing here could say so.
-    """
-    listed = environ.get(PLUGINS_VAR)
-    allowed = None if listed is None else listed.split(",")
-    reasons = []
-    for group, value in OUR_ENTRY_POINTS.items():
-        names = [point.name for point in entry_points(group=group) if point.value == value]
-        if not names:
-            reasons.append(
-                f"no distribution has the entry point {value} in group {group}: install mrv2 again"
-            )
-        elif allowed is not None and not set(names) & set(allowed):
-            reasons.append(
-                f"{PLUGINS_VAR}={listed!r} hides the entry point {names[0]!r} of group {group}: "
-                f"add {names[0]!r} to {PLUGINS_VAR}, or unset it"
-            )
-    return reasons
 
 
 def require_entry_points(environ: Mapping[str, str]) -> None:

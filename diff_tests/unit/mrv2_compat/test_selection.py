@@ -1,13 +1,12 @@
 """MRV2_RUNNER: every value, every contradiction, and what `auto` decides. No vLLM is imported."""
 
-import sys
 from importlib.metadata import EntryPoint
-from pathlib import Path
 
 import pytest
 
 from mrv2.errors import ConfigError
 from mrv2_compat import selection as sel
+from mrv2_compat.doors import PLUGINS_VAR, RUNNER_VAR
 
 ADDED = {
     "fractions": EntryPoint(name="fractions", value="fractions:Fraction", group=sel.CHOICES_GROUP)
@@ -20,14 +19,14 @@ def test_unset_selects_nothing() -> None:
 
 @pytest.mark.parametrize("name", ["v1", "mrv2", "auto"])
 def test_built_in_values(name: str) -> None:
-    selection = sel.read_selection({sel.RUNNER_VAR: name}, {})
+    selection = sel.read_selection({RUNNER_VAR: name}, {})
     assert selection is not None
     assert selection.name == name
     assert selection.load_choice is None
 
 
 def test_added_value_loads_its_object() -> None:
-    selection = sel.read_selection({sel.RUNNER_VAR: "fractions"}, ADDED)
+    selection = sel.read_selection({RUNNER_VAR: "fractions"}, ADDED)
     assert selection is not None
     assert selection.load_choice is not None
     assert getattr(selection.load_choice(), "__name__", None) == "Fraction"
@@ -36,7 +35,7 @@ def test_added_value_loads_its_object() -> None:
 @pytest.mark.parametrize("value", ["", "V1", "mrv3", "vllm", " mrv2"])
 def test_unknown_value_lists_every_known_one(value: str) -> None:
     with pytest.raises(ConfigError) as raised:
-        sel.read_selection({sel.RUNNER_VAR: value}, ADDED)
+        sel.read_selection({RUNNER_VAR: value}, ADDED)
     text = str(raised.value)
     assert repr(value) in text
     assert "v1, mrv2, auto, fractions" in text
@@ -52,32 +51,32 @@ def test_added_value_cannot_take_a_name_of_ours(name: str) -> None:
 @pytest.mark.parametrize("name", ["v1", "mrv2", "auto", "fractions"])
 @pytest.mark.parametrize("flag", ["1", "true", "2"])
 def test_asking_for_the_v2_runner_too_is_an_error(name: str, flag: str) -> None:
-    environ = {sel.RUNNER_VAR: name, sel.FLAG_VAR: flag}
+    environ = {RUNNER_VAR: name, sel.FLAG_VAR: flag}
     with pytest.raises(ConfigError) as raised:
         sel.prepare_flag(sel.read_selection(environ, ADDED), environ)
     assert f"{sel.FLAG_VAR}={flag!r}" in str(raised.value)
-    assert f"{sel.RUNNER_VAR}={name!r}" in str(raised.value)
+    assert f"{RUNNER_VAR}={name!r}" in str(raised.value)
     assert environ[sel.FLAG_VAR] == flag
 
 
 @pytest.mark.parametrize("name", ["v1", "mrv2", "fractions"])
 def test_v1_mode_is_set_and_noted(name: str) -> None:
-    environ = {sel.RUNNER_VAR: name}
+    environ = {RUNNER_VAR: name}
     sel.prepare_flag(sel.read_selection(environ, ADDED), environ)
     assert environ[sel.FLAG_VAR] == "0"
     sel.release_flag(environ)
-    assert environ == {sel.RUNNER_VAR: name}
+    assert environ == {RUNNER_VAR: name}
 
 
 def test_the_users_own_flag_is_never_taken_back() -> None:
-    environ = {sel.RUNNER_VAR: "mrv2", sel.FLAG_VAR: "0"}
+    environ = {RUNNER_VAR: "mrv2", sel.FLAG_VAR: "0"}
     sel.prepare_flag(sel.read_selection(environ, {}), environ)
     sel.release_flag(environ)
     assert environ[sel.FLAG_VAR] == "0"
 
 
 def test_auto_starts_without_a_flag() -> None:
-    environ = {sel.RUNNER_VAR: "auto"}
+    environ = {RUNNER_VAR: "auto"}
     sel.prepare_flag(sel.read_selection(environ, {}), environ)
     assert sel.FLAG_VAR not in environ
 
@@ -107,24 +106,10 @@ def test_auto_decides(refusals: list[str], obstacles: list[str], runner: str) ->
     assert runner != "vllm" or all(reason in decision.why for reason in obstacles)
 
 
-def test_both_entry_points_are_seen_as_installed() -> None:
-    assert sel.hidden_entry_points({}) == []
-    assert sel.hidden_entry_points({sel.PLUGINS_VAR: "other,mrv2"}) == []
-
-
 def test_an_allow_list_without_us_is_reported_with_the_remedy() -> None:
     with pytest.raises(ConfigError) as raised:
-        sel.require_entry_points({sel.RUNNER_VAR: "mrv2", sel.PLUGINS_VAR: "other"})
+        sel.require_entry_points({RUNNER_VAR: "mrv2", PLUGINS_VAR: "other"})
     text = str(raised.value)
     assert "vllm.general_plugins" in text
     assert "vllm.platform_plugins" in text
     assert "add 'mrv2' to VLLM_PLUGINS" in text
-
-
-def test_one_hidden_entry_point_is_reported_alone(
-    split_plugin: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sys, "path", [str(split_plugin), *sys.path])
-    hidden = sel.hidden_entry_points({sel.PLUGINS_VAR: "mrv2_platform"})
-    assert len(hidden) == 1
-    assert "vllm.general_plugins" in hidden[0]
