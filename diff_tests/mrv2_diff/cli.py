@@ -230,14 +230,16 @@ def _how_to_go_on(
 
 def _execute(selection: Selection, harness: Harness, keep: Callable[[Record], None]) -> None:
     """Run the cases, hand each record to `keep` as its case ends, and show how it goes."""
-    from mrv2.errors import ConfigError  # imports torch, which the run needs anyway
     from mrv2_diff.progress import progress_on
 
     if not selection.cases:
         return
     with progress_on(sys.stdout, len(selection.cases)) as progress:
+        records = harness.run(selection, progress.step)
+        from mrv2.errors import ConfigError  # imports torch, for which the harness prepares first
+
         try:
-            for record in harness.run(selection, progress.step):
+            for record in records:
                 keep(record)
                 progress.finished(record)
         except ConfigError as error:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from mrv2_diff import process
 from mrv2_diff.case import Case
 from mrv2_diff.record import Record
 
@@ -74,22 +75,22 @@ def _cases() -> Mapping[str, Case]:
 
 
 def _run(selection: Selection, on_step: OnStep) -> Iterator[Record]:
-    from mrv2_diff import process  # the next line imports torch and vLLM, which takes seconds
-
     process.prepare()
-    from mrv2_diff.run import RunRequest, run_cases
+    from mrv2_diff.run import RunRequest, run_cases  # imports torch and vLLM: seconds
 
     request = RunRequest(cases=selection.cases, pair=selection.pair, model=selection.model)
     return run_cases(request, on_step)
 
 
 def _environment() -> Mapping[str, str]:
-    from mrv2_diff.environment import collect  # imports torch
+    process.prepare()  # a run may follow in this process
+    from mrv2_diff.environment import collect
 
     return collect("cpu")
 
 
 def _bench(num_requests: int, num_steps: int) -> BenchResult:
+    process.prepare()
     from mrv2_diff.bench import bench  # imports torch and vLLM: seconds
 
     return bench(num_requests, num_steps)
