@@ -1,6 +1,5 @@
 """V1 beside itself, in its own order and in others: the harness must see no difference."""
 
-
 import pytest
 
 from mrv2_diff import cli, noise

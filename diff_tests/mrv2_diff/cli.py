@@ -7,6 +7,7 @@ import argparse
 import dataclasses
 import difflib
 import json
+import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -31,6 +32,8 @@ EXIT_FAILED = 1
 EXIT_BAD_INPUT = 2
 EXIT_INTERRUPTED = 130
 """128 + SIGINT, as shells report it."""
+EXIT_READER_LEFT = 141
+"""128 + SIGPIPE, as shells report it."""
 
 _SOURCES = ("commit", "mrv2", "vllm", "torch")
 """Of an environment: what decides the outcome of a case. A record of another one is out of date."""
@@ -56,6 +59,9 @@ def main(argv: Sequence[str] | None = None, *, harness: Harness | None = None) -
     except KeyboardInterrupt:
         print(f"mrv2-diff {parsed.command}: interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED
+    except BrokenPipeError:  # the reader, such as head, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_READER_LEFT
 
 
 # ---------------------------------------------------------------- arguments

@@ -155,8 +155,8 @@ class _Bench:
             if first:
                 _count_events(outcome.events, report)
             if report.candidate_ran:
-                add_ledgers(outcome, place, report.ledgers)
                 add_step(outcome, place, expected, report.reference, report.candidate)
+                add_ledgers(outcome, place, report.ledgers)
 
         candidate = self._request.pair[1]
         settings = Pass(

@@ -136,7 +136,7 @@ def _without_near_ties(
         return tokens
     logits = reference.logits.numpy()
     gaps = logits[differing, reference.tokens[differing]] - logits[differing, tokens[differing]]
-    tied = differing[gaps <= bound * np.spacing(scale[differing].astype(np.float32))]
+    tied = differing[np.abs(gaps) <= bound * np.spacing(scale[differing].astype(np.float32))]
     tally.near_ties += len(tied)
     tally.stopped |= len(tied) > 0 and place.mode.startswith("free")
     tokens = tokens.copy()
@@ -173,7 +173,9 @@ def _compare_logprobs(
         tally.exact("output", place, [owner], np.array([token]), ids[:1])
         # The token ids beside the values: each must carry, in the reference, the logprob that it
         # is listed with.
-        at_ids = np.concatenate(([drawn], normalised[row, np.clip(ids[1:], 0, vocab_size - 1)]))
+        known = (ids[1:] >= 0) & (ids[1:] < vocab_size)
+        at_ids = np.concatenate(([drawn], normalised[row, np.where(known, ids[1:], 0)]))
+        at_ids[1:][~known] = np.nan
         tally.close("logprobs", place, [owner], _row(at_ids), _row(values), scale)
         rank = int(ours.ranks[row])
         if not same_token:

@@ -438,3 +438,21 @@ def test_ledgers_are_compared_fact_by_fact() -> None:
         tally = Tally(None)
         compare_ledgers(tally, FORCED, ours, theirs)
         assert _first(tally).value == "ledger"
+
+
+def test_a_token_far_above_the_references_own_is_no_near_tie(observe: Observe) -> None:
+    reference, candidate = observe(tokens=[0, 0]), observe(tokens=[2, 0])
+    assert _first(_compare(reference, candidate)).value == "tokens"
+
+
+@pytest.mark.parametrize("outside", [-1, 6])
+def test_a_top_token_outside_the_vocabulary_is_wrong(observe: Observe, outside: int) -> None:
+    # Its neighbour inside has the very logprob that is listed.
+    logits = [[5.0, 3.0, 2.0, 1.0, 0.0, 5.0], [6.0, 4.0, 1.0, 3.0, 5.0, 2.0]]
+    step = observe(logits=logits, num_logprobs=3)
+    ids = _logprobs(step).token_ids
+    neighbour = min(max(outside, 0), 5)
+    listed = np.where((ids == neighbour) & (np.arange(4) > 0) & [[True], [False]], outside, ids)
+    assert (listed != ids).sum() == 1
+    wrong = _with_logprobs(step, token_ids=listed)
+    assert _first(_compare(step, wrong, WITH_LOGPROBS)).value in ("logprobs", "output")
