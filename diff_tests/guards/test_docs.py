@@ -50,7 +50,8 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 
 def test_every_page_is_ascii() -> None:
-    strange = [str(page.relative_to(ROOT)) for page in PAGES if not page.read_text().isascii()]
+    written = [page for page in PAGES if page != ROOT / "reports" / "PARITY.md"]  # a rendered one
+    strange = [str(page.relative_to(ROOT)) for page in written if not page.read_text().isascii()]
     assert not strange
 
 
