@@ -37,9 +37,9 @@ def test_other_orders_neighbours_and_chunks_were_run(run: tuple[int, dict[str, R
         assert sum(f"forced, {schedule}" in each for each in modes) >= len(CASES) - 3
 
 
-def test_it_is_rounding_that_was_seen_and_not_nothing(
-    run: tuple[int, dict[str, Record]],
-) -> None:
+def test_every_pass_compared_something(run: tuple[int, dict[str, Record]]) -> None:
     _, records = run
-    required = [record.agreements["logits"].required_tolerance for record in records.values()]
-    assert max(required) > 0.0
+    for record in records.values():
+        assert len(record.modes) >= 3
+        assert all(agreement.compared for agreement in record.agreements.values())
+        assert record.request_steps >= len(record.modes) * 20

@@ -22,7 +22,7 @@ Copy: TypeAlias = Callable[[Tensor, Tensor], None]
 
 _ALIGNMENT = 64
 """Bytes. Keeps each value of a packed buffer aligned for any dtype."""
-_FIRST_CHUNK = 1 << 16
+_FIRST_CHUNK = 1 << 12
 """Bytes of a staging buffer's first chunk; it grows to what a step needs."""
 
 

@@ -97,6 +97,8 @@ class Tally:
             reference: [num_rows, ...].
             candidate: Same shape; another shape differs as a whole.
         """
+        if not reference.size and reference.shape == candidate.shape:
+            return
         total = self.totals.setdefault(value, Total("exact"))
         if reference.shape != candidate.shape:
             self._shape(total, value, place, reference, candidate)
