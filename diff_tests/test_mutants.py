@@ -1,9 +1,11 @@
 """The harness finds faults, each by the value named beforehand, and none where there is none."""
 
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 
+from mrv2 import Runner, StepInFlight, StepPlan
 from mrv2_diff import cli
 from mrv2_diff.mutants import MUTANTS, Mutant
 from mrv2_diff.record import Record, read
@@ -39,3 +41,21 @@ def test_control_without_a_fault_passes(case: str, tmp_path: Path) -> None:
 
 def test_there_are_ten_faults_at_least() -> None:
     assert len({mutant.id for mutant in MUTANTS}) == len(MUTANTS) >= 10
+
+
+def test_a_crash_is_contained_in_its_case(tmp_path: Path) -> None:
+    execute, calls = Runner.execute, iter(range(1_000_000))
+
+    def fails_once(self: Runner, plan: StepPlan) -> StepInFlight:
+        if next(calls) == 5:
+            raise RuntimeError("a fault of the candidate")
+        return execute(self, plan)
+
+    with patch.object(Runner, "execute", fails_once):
+        cases = ["--case", "lifecycle.greedy", "--case", "lifecycle.mixed"]
+        code = cli.main(["run", *cases, "--out", str(tmp_path)])
+    crashed, following = read(tmp_path / "records.jsonl")
+    assert code == 1
+    assert crashed.verdict is Verdict.CRASHED
+    assert "a fault of the candidate" in crashed.summary
+    assert following.verdict is Verdict.MATCH

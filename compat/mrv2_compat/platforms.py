@@ -115,7 +115,11 @@ def choose_dialect(vllm_config: Any) -> None:
         ConfigError: Another engine of this process needs it otherwise.
     """
     selection = sel.current_selection()
-    if selection is None or selection.name != sel.AUTO or vllm_config.model_config is None:
+    if vllm_config.model_config is None:
+        return
+    if selection is None or selection.name != sel.AUTO:
+        # The plugin did this when it was loaded, but the variable may have changed since.
+        sel.prepare_flag(selection, os.environ)
         return
     if refusals.v1_obstacles(vllm_config):
         _require_one_runner(vllm_config, sel.VLLM)

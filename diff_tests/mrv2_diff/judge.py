@@ -24,6 +24,9 @@ _ALWAYS = (
 )
 """Values that every case compares; none at all is a failure."""
 
+_FLOATS = frozenset({"logits", "processed_logits", "logprobs"})
+"""Values of which nothing can be said where the noise is too large or V1's are not finite."""
+
 MAX_FLOOR = {"float32": 64.0, "bfloat16": 8.0, "float16": 8.0}
 """Largest noise floor that a verdict may rest on, in units of the dtype's epsilon at the row's
 largest logit. Seen: 16 in float32, 1 in bfloat16 (tiny models on an AMD EPYC, 2026-11-29)."""
@@ -56,15 +59,16 @@ class Outcome:
 def judge(case: Case, outcome: Outcome) -> tuple[Verdict, str]:
     """Return the verdict on a case and one sentence about it."""
     first = outcome.tally.first
+    if first is not None and first.value not in _FLOATS:  # a crash that follows is a consequence
+        return _fault(first)
+    if first is None and outcome.crash is not None:
+        return Verdict.CRASHED, f"the candidate failed: {outcome.crash.strip().splitlines()[-1]}"
     if outcome.inconclusive is not None:
         return Verdict.INCONCLUSIVE, outcome.inconclusive
-    if first is not None:  # a crash that follows is a consequence
-        verdicts = {"same shape": Verdict.WRONG_SHAPE, "present": Verdict.MISSING}
-        return verdicts.get(first.policy, Verdict.WRONG_VALUE), _sentence(first)
-    if outcome.crash is not None:
-        return Verdict.CRASHED, f"the candidate failed: {outcome.crash.strip().splitlines()[-1]}"
     if outcome.tally.not_finite:
         return Verdict.INCONCLUSIVE, f"{outcome.tally.not_finite} of V1's logits are not finite"
+    if first is not None:
+        return _fault(first)
     absent = _absent(case, outcome)
     if absent:
         return Verdict.MISSING, f"nothing was compared of: {', '.join(absent)}"
@@ -73,6 +77,11 @@ def judge(case: Case, outcome: Outcome) -> tuple[Verdict, str]:
         return Verdict.NEAR_TIE, f"{ties} tokens differ where two logits lie within the floor"
     total = sum(item.compared for item in outcome.tally.totals.values())
     return Verdict.MATCH, f"{total} values agree over {outcome.request_steps} request-steps"
+
+
+def _fault(first: Divergence) -> tuple[Verdict, str]:
+    verdicts = {"same shape": Verdict.WRONG_SHAPE, "present": Verdict.MISSING}
+    return verdicts.get(first.policy, Verdict.WRONG_VALUE), _sentence(first)
 
 
 def add_step(
@@ -143,10 +152,8 @@ def _absent(case: Case, outcome: Outcome) -> list[str]:
     absent += [
         f"events of kind {kind}" for kind in sorted(case.expects) if not outcome.events.get(kind)
     ]
-    if not outcome.tally.near_ties:
-        absent += [
-            f"the pass {mode!r}" for mode in outcome.modes if not outcome.draws_compared.get(mode)
-        ]
+    counts = outcome.draws_compared
+    absent += [f"the pass {mode!r}" for mode in outcome.modes if not counts.get(mode)]
     return absent
 
 

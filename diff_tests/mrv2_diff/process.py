@@ -4,6 +4,7 @@ Both read it when they are imported, so this comes first; it imports neither.
 """
 
 import os
+import warnings
 
 ENVIRONMENT = {
     "VLLM_USE_V2_MODEL_RUNNER": "0",  # V1-mode scheduling, which both runners speak
@@ -34,3 +35,5 @@ def prepare() -> None:
         if name in _REQUIRED:
             os.environ[name] = value
         os.environ.setdefault(name, value)
+    # vLLM walks over all of torch's names once, and one of them is deprecated.
+    warnings.filterwarnings("ignore", message="`torch.distributed.reduce_op` is deprecated")

@@ -165,6 +165,8 @@ class _Bench:
         engine.run(events, settings)
         if first:
             outcome.events["aborts"] = sum(isinstance(event, Abort) for event in events)
+        if engine.worker.refusal is not None:
+            raise engine.worker.refusal
         outcome.crash = engine.worker.crash
 
     def _record(self, case: Case, outcome: Outcome, verdict: Verdict, summary: str) -> Record:

@@ -90,6 +90,10 @@ def _compare_draws(
     rows: Ints,
 ) -> None:
     owners = reference.draw_ids
+    outside = [int(token) for token in candidate.tokens if not 0 <= token < _vocab_size(reference)]
+    if outside:
+        tally.structure("tokens", place, 0, [f"tokens {outside} are outside the vocabulary"])
+        return
     logits = reference.logits.numpy().astype(np.float64)
     scale = _scale(logits)
     tally.close(
@@ -117,6 +121,10 @@ def _compare_draws(
     if not np.array_equal(candidate.tokens, candidate.drawn):
         wrong = f"returned {candidate.tokens.tolist()}, drew {candidate.drawn.tolist()}"
         tally.structure("output", place, 0, [wrong])
+
+
+def _vocab_size(observation: Observation) -> int:
+    return int(observation.logits.shape[1])
 
 
 def _without_near_ties(

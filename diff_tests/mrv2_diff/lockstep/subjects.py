@@ -205,7 +205,9 @@ class Mrv2Subject:
 
     def sample(self, forced: Forced | None) -> ModelRunnerOutput:
         """Finish the step."""
-        tokens = None if forced is None else [forced[req_id] for req_id in self._trace.draw_ids]
+        tokens = (
+            None if forced is None else [forced.get(req_id, 0) for req_id in self._trace.draw_ids]
+        )
         output: ModelRunnerOutput = self.runner.sample_tokens(None, tokens)
         self._output = output
         return output

@@ -20,6 +20,7 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.worker.cpu_worker import CPUWorker
 
+from mrv2.errors import UnsupportedByRunner
 from mrv2_diff.lockstep.schedules import SCHEDULES
 from mrv2_diff.lockstep.subjects import SUBJECTS, Subject, V1Subject, initialize, load
 from mrv2_diff.observation import Observation, merge
@@ -91,6 +92,7 @@ class LockstepWorker(CPUWorker):
         self._number = 0
         self._report: StepReport | None = None
         self.crash: str | None = None
+        self.refusal: UnsupportedByRunner | None = None
 
     def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
         """Keep the KV cache config for candidates."""
@@ -99,12 +101,18 @@ class LockstepWorker(CPUWorker):
 
     def begin(self, settings: Pass) -> None:
         """Start a pass: both runners empty, their KV caches poisoned."""
-        candidate = self.candidate(settings.candidate)
+        self._pass, self._number, self.crash, self.refusal = settings, 0, None, None
         self._reference.reset()
-        candidate.reset()
-        for subject in (self._reference, candidate):
-            subject.observe(settings.observe)
-        self._pass, self._number, self.crash = settings, 0, None
+        self._reference.observe(settings.observe)
+        try:
+            candidate = self.candidate(settings.candidate)
+            candidate.reset()
+            candidate.observe(settings.observe)
+        except UnsupportedByRunner:
+            self._pass = None
+            raise
+        except Exception:  # noqa: BLE001 - as in `_contained`
+            self._crashed()
 
     def end(self) -> None:
         """Leave the pass.
@@ -190,7 +198,9 @@ class LockstepWorker(CPUWorker):
         assert self._pass is not None
         candidate = self.candidate(self._pass.candidate)
         for step in self._steps:
-            candidate.execute(step)
+            output = candidate.execute(step)
+            if output is None or any(output.sampled_token_ids):
+                raise RuntimeError(f"a step without tokens gave {output}")
 
     def _contained(self, part: Callable[[], None]) -> None:
         """Run the candidate's part of a step.
@@ -203,9 +213,18 @@ class LockstepWorker(CPUWorker):
         try:
             part()
             self._report.candidate_ran = True
-        except Exception:  # noqa: BLE001 - whatever the candidate does wrong is a finding, not a failure of the run
-            self.crash = traceback.format_exc(limit=-6)
+        except UnsupportedByRunner as refusal:
+            self.refusal = refusal
+            self._crashed()
+        except Exception:  # noqa: BLE001 - what the candidate does wrong is a finding
+            self._crashed()
         self._steps = []
+
+    def _crashed(self) -> None:
+        """Keep the traceback, and drop the candidate: its requests would meet the next case's."""
+        assert self._pass is not None
+        self.crash = traceback.format_exc(limit=-6)
+        self._candidates.pop(self._pass.candidate, None)
 
     def _run_candidate(self, forced: dict[str, int] | None) -> None:
         """Run the candidate's whole step.
@@ -230,12 +249,18 @@ class LockstepWorker(CPUWorker):
         if parts:
             report.candidate = merge(parts)
 
+    def _read_ledgers(self) -> None:
+        assert self._pass is not None
+        assert self._report is not None
+        candidate = self.candidate(self._pass.candidate)
+        self._report.ledgers = self._reference.ledger(), candidate.ledger()
+
     def _tell(self) -> None:
         settings, report = self._pass, self._report
         assert settings is not None
         assert report is not None
         if settings.observe and self.crash is None:
-            report.ledgers = (self._reference.ledger(), self.candidate(settings.candidate).ledger())
+            self._contained(self._read_ledgers)
         self._report = None
         try:
             settings.listener(report)

@@ -283,13 +283,22 @@ def test_logits_that_are_nan_on_one_side_are_wrong(observe: Observe) -> None:
     assert _judge(_run(_outcome(), step, broken))[0] is Verdict.WRONG_VALUE
 
 
-def test_a_floor_that_is_too_high_says_nothing_whatever_else_was_found(observe: Observe) -> None:
+def test_a_floor_that_is_too_high_says_nothing_of_floats(observe: Observe) -> None:
+    fault = floor_fault({"logits": float("inf")}, "float32")
+    step = observe(num_logprobs=3)
+    far = dataclasses.replace(step, logits=step.logits + 1.0)
+    for candidate in (step, far):
+        outcome = _run(_outcome(inconclusive=fault), step, candidate)
+        assert _judge(outcome) == (Verdict.INCONCLUSIVE, fault)
+
+
+def test_a_floor_that_is_too_high_excuses_no_integer_and_no_crash(observe: Observe) -> None:
     fault = floor_fault({"logits": float("inf")}, "float32")
     step = observe(num_logprobs=3)
     wrong = dataclasses.replace(step, positions=step.positions + 1)
-    for candidate in (step, wrong):
-        outcome = _run(_outcome(inconclusive=fault), step, candidate)
-        assert _judge(outcome) == (Verdict.INCONCLUSIVE, fault)
+    assert _judge(_run(_outcome(inconclusive=fault), step, wrong))[0] is Verdict.WRONG_VALUE
+    crashed = _run(_outcome(inconclusive=fault, crash="ValueError: no"), step, step)
+    assert _judge(crashed)[0] is Verdict.CRASHED
 
 
 @pytest.mark.parametrize("dtype", MAX_FLOOR)

@@ -456,3 +456,14 @@ def test_a_top_token_outside_the_vocabulary_is_wrong(observe: Observe, outside: 
     assert (listed != ids).sum() == 1
     wrong = _with_logprobs(step, token_ids=listed)
     assert _first(_compare(step, wrong, WITH_LOGPROBS)).value in ("logprobs", "output")
+
+
+@pytest.mark.parametrize("outside", [-1, 6, 77])
+@pytest.mark.parametrize("expected", [WITH_LOGPROBS, RANDOM])
+def test_a_token_outside_the_vocabulary_is_wrong(
+    observe: Observe, outside: int, expected: Expectations
+) -> None:
+    reference, candidate = observe(tokens=[0, 0]), observe(tokens=[outside, 0])
+    first = _first(_compare(reference, candidate, expected))
+    assert first.value == "tokens"
+    assert str(outside) in first.candidate
