@@ -3,11 +3,14 @@
 It knows nothing of its host.
 """
 
-from mrv2.config import KVGroup, RunnerConfig
+from mrv2.config import KVGroup, LogprobsMode, RunnerConfig, ThinkingMarkers
 from mrv2.errors import CapacityError, ConfigError, Mrv2Error, ProtocolError, UnsupportedByRunner
 from mrv2.output import Logprobs, PendingOutput, RunnerOutput
 from mrv2.plan import Arrival, Continuation, Sampling, Scheduled, StepPlan
 from mrv2.runner import Runner, StepInFlight
+from mrv2.sampling.sampler import draw_unattached
+from mrv2.sampling.stage import LogitsView, StageFactory, StageResources
+from mrv2.sampling.stages import stages_with
 from mrv2.trace import NullTrace, Probe, StepTrace
 
 __all__ = [
@@ -16,7 +19,9 @@ __all__ = [
     "ConfigError",
     "Continuation",
     "KVGroup",
+    "LogitsView",
     "Logprobs",
+    "LogprobsMode",
     "Mrv2Error",
     "NullTrace",
     "PendingOutput",
@@ -27,8 +32,13 @@ __all__ = [
     "RunnerOutput",
     "Sampling",
     "Scheduled",
+    "StageFactory",
+    "StageResources",
     "StepInFlight",
     "StepPlan",
     "StepTrace",
+    "ThinkingMarkers",
     "UnsupportedByRunner",
+    "draw_unattached",
+    "stages_with",
 ]

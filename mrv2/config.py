@@ -1,10 +1,25 @@
 """What the runner is built for: sizes and device, checked before the first allocation."""
 
 from dataclasses import dataclass
+from typing import Literal, TypeAlias
 
 import torch
 
 from mrv2.errors import ConfigError
+
+LogprobsMode: TypeAlias = Literal[
+    "raw_logprobs", "raw_logits", "processed_logprobs", "processed_logits"
+]
+"""What is returned as logprobs: of the logits as the model made them (a grammar's mask applied), or
+as the draw sees them; normalised, or as they are."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ThinkingMarkers:
+    """Token sequences around a model's thinking."""
+
+    start: tuple[int, ...]
+    end: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,6 +49,9 @@ class RunnerConfig:
     """Tokens that one request can hold, prompt and output together."""
     vocab_size: int
     kv_groups: tuple[KVGroup, ...]
+    logprobs_mode: LogprobsMode = "raw_logprobs"
+    thinking: ThinkingMarkers | None = None
+    """Needed by requests with a thinking budget."""
 
     def __post_init__(self) -> None:
         for name in ("max_num_reqs", "max_num_tokens", "max_model_len", "vocab_size"):

@@ -6,17 +6,23 @@ Preemption is a departure and resumption an arrival, so there are only three lif
 Checks that cost no more than they save stand here, at the boundary.
 """
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from mrv2.errors import ConfigError
 
 ALL_LOGPROBS = -1
-"""`Sampling.num_logprobs` for the whole vocabulary."""
+"""`Sampling.num_logprobs` and `num_prompt_logprobs` for the whole vocabulary."""
+
+_INF = float("inf")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
-    """How one request draws its tokens.
+    """How one request draws its tokens, and which logprobs it wants.
+
+    Every default asks for nothing. Token ids are checked against the vocabulary where the request
+    arrives, since it is not known here.
 
     Raises:
         ConfigError: A value is outside its range.
@@ -26,21 +32,66 @@ class Sampling:
     """0 takes the likeliest token; larger values flatten the distribution."""
     seed: int = 0
     """64 bits. Noise is a pure function of (seed, position, token id)."""
+    top_k: int = 0
+    """Only the k likeliest tokens are drawn, and those that are equal to the last of them. 0 and
+    anything from the vocabulary's size on leave all."""
+    top_p: float = 1.0
+    """In (0, 1]. Only the likeliest tokens are drawn that together have this probability."""
+    min_p: float = 0.0
+    """In [0, 1]. Only tokens at least this fraction as likely as the likeliest are drawn."""
+    presence_penalty: float = 0.0
+    """Subtracted once from the logit of each token that was output."""
+    frequency_penalty: float = 0.0
+    """Subtracted from a token's logit for each time that it was output."""
+    repetition_penalty: float = 1.0
+    """Above 0. Divides positive logits of tokens in the prompt or the output, multiplies others."""
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    """Added to the logits of these tokens."""
+    allowed_token_ids: tuple[int, ...] | None = None
+    """No other token is drawn. None allows all; the empty tuple is an error."""
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    """Sequences whose last token is not drawn where the output ends in the tokens before it."""
+    min_tokens: int = 0
+    """Outputs before which none of `stop_token_ids` is drawn."""
+    stop_token_ids: tuple[int, ...] = ()
+    """Tokens that end the request, EOS included. They matter here only until `min_tokens`."""
+    is_structured: bool = False
+    """Whether a grammar constrains the request. Where a grammar allows nothing but stop tokens,
+    `min_tokens` yields."""
+    thinking_budget: int | None = None
+    """Tokens of one thinking section after which its end is forced. None sets no bound."""
     num_logprobs: int | None = None
     """None returns no logprobs, 0 the sampled token's, n the n likeliest beside it, -1 all of the
     vocabulary."""
+    logprob_token_ids: tuple[int, ...] | None = None
+    """Return the logprobs of exactly these tokens beside the sampled one's, in this order."""
+    num_prompt_logprobs: int | None = None
+    """As `num_logprobs`, for each token of the prompt but the first."""
 
     def __post_init__(self) -> None:
-        if not 0.0 <= self.temperature < float("inf"):
-            raise ConfigError(
-                f"temperature is {self.temperature}; it must be finite and at least 0"
-            )
-        if not -(2**63) <= self.seed < 2**64:
-            raise ConfigError(f"seed is {self.seed}; it must fit in 64 bits")
-        if self.num_logprobs is not None and self.num_logprobs < ALL_LOGPROBS:
-            raise ConfigError(
-                f"num_logprobs is {self.num_logprobs}; it must be -1 (all), 0, or more"
-            )
+        self._require("temperature", 0.0 <= self.temperature < _INF, "finite and at least 0")
+        self._require("seed", -(2**63) <= self.seed < 2**64, "an integer of 64 bits")
+        self._require("top_k", self.top_k >= 0, "0 (all) or more")
+        self._require("top_p", 0.0 < self.top_p <= 1.0, "in (0, 1]")
+        self._require("min_p", 0.0 <= self.min_p <= 1.0, "in [0, 1]")
+        for name in ("presence_penalty", "frequency_penalty"):
+            self._require(name, -_INF < getattr(self, name) < _INF, "finite")
+        positive = 0.0 < self.repetition_penalty < _INF
+        self._require("repetition_penalty", positive, "finite and above 0")
+        biases = self.logit_bias.values()
+        self._require("logit_bias", all(-_INF < bias < _INF for bias in biases), "finite")
+        self._require("allowed_token_ids", self.allowed_token_ids != (), "None (all) or not empty")
+        self._require("bad_words", all(self.bad_words), "made of sequences that are not empty")
+        self._require("min_tokens", self.min_tokens >= 0, "0 or more")
+        budget = self.thinking_budget
+        self._require("thinking_budget", budget is None or budget >= 0, "None or at least 0")
+        for name in ("num_logprobs", "num_prompt_logprobs"):
+            count = getattr(self, name)
+            self._require(name, count is None or count >= ALL_LOGPROBS, "-1 (all), 0, or more")
+
+    def _require(self, name: str, holds: bool, what: str) -> None:
+        if not holds:
+            raise ConfigError(f"{name} is {getattr(self, name)}; it must be {what}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +103,7 @@ class Arrival:
     """Every token known so far: the prompt, and after a preemption the outputs too."""
     prompt_len: int
     """How many of `token_ids` are the prompt. The split is lost on a resume unless it is told;
-    penalties and a least number of tokens will count outputs from here. No stage reads it yet."""
+    penalties, bad words and a least number of tokens count outputs from here."""
     num_computed_tokens: int
     """Tokens whose KV is already in the blocks (a prefix-cache hit)."""
     block_ids: tuple[list[int], ...]

@@ -29,6 +29,8 @@ from mrv2.output import PendingOutput
 from mrv2.plan import StepPlan
 from mrv2.ports import AttentionPlanner, ForwardInputs, Model
 from mrv2.sampling.sampler import Sampler
+from mrv2.sampling.stage import StageFactory
+from mrv2.sampling.stages import STAGES
 from mrv2.state.block_tables import BlockTables
 from mrv2.state.check import check_events, check_work
 from mrv2.state.protocol import RowState
@@ -57,6 +59,7 @@ class Runner:
         attention: Makes the attention metadata.
         transfers: Carries every copy; one of its own by default.
         trace: Observes the step's values; nobody by default.
+        stages: What processes logits, in order; `stages_with` adds a host's own.
     """
 
     def __init__(
@@ -66,6 +69,7 @@ class Runner:
         attention: AttentionPlanner,
         transfers: Transfers | None = None,
         trace: StepTrace | None = None,
+        stages: tuple[StageFactory, ...] = STAGES,
     ) -> None:
         self.config = config
         self.transfers = transfers or Transfers(config.device)
@@ -73,7 +77,7 @@ class Runner:
         self.rows = RowTable(config.max_num_reqs)
         self.requests = RequestColumns(config.max_num_reqs, config.max_model_len, self.transfers)
         self.block_tables = BlockTables(config.kv_groups, config.max_num_reqs, self.transfers)
-        self.sampler = Sampler(config.max_num_reqs, config.vocab_size, self.transfers, self.trace)
+        self.sampler = Sampler(config, self.requests, self.transfers, self.trace, stages)
         self._row_states: tuple[RowState, ...] = (self.requests, self.block_tables, self.sampler)
         self._buffers = InputBuffers(config)
         self._model = model

@@ -25,6 +25,13 @@ Probe: TypeAlias = Literal[
 class StepTrace(Protocol):
     """Receives the values of each step."""
 
+    def wants(self, probe: Probe) -> bool:
+        """Say whether a value is worth making for this observer alone.
+
+        Args:
+            probe: A point of the chain whose value a step can do without.
+        """
+
     def record(self, probe: Probe, value: object) -> None:
         """Take one value.
 
@@ -36,6 +43,10 @@ class StepTrace(Protocol):
 
 class NullTrace:
     """Observes nothing."""
+
+    def wants(self, probe: Probe) -> bool:
+        """Return False."""
+        return False
 
     def record(self, probe: Probe, value: object) -> None:
         """Ignore the value."""

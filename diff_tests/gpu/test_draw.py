@@ -25,6 +25,8 @@ def drawn(logits: torch.Tensor, seed: int) -> torch.Tensor:
         torch.arange(NUM_DRAWS, dtype=torch.int64, device=device),
         torch.ones(1, dtype=torch.float32, device=device),
         torch.tensor([seed], dtype=torch.int64, device=device),
+        torch.zeros(1, device=device),
+        torch.full((NUM_DRAWS,), float("-inf"), device=device),
     )
     return token_ids.cpu()
 

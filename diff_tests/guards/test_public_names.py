@@ -8,7 +8,9 @@ PUBLIC = [
     "ConfigError",
     "Continuation",
     "KVGroup",
+    "LogitsView",
     "Logprobs",
+    "LogprobsMode",
     "Mrv2Error",
     "NullTrace",
     "PendingOutput",
@@ -19,10 +21,15 @@ PUBLIC = [
     "RunnerOutput",
     "Sampling",
     "Scheduled",
+    "StageFactory",
+    "StageResources",
     "StepInFlight",
     "StepPlan",
     "StepTrace",
+    "ThinkingMarkers",
     "UnsupportedByRunner",
+    "draw_unattached",
+    "stages_with",
 ]
 
 

@@ -19,10 +19,9 @@ from mrv2.batch import commit, inputs
 from mrv2.memory.staged import StagedWriteTensor
 from mrv2.ops.twin import TwinOp
 from mrv2.plan import Arrival
-from mrv2.sampling import sampler
+from mrv2.sampling import logprobs
 from mrv2.sampling.logprobs import gather_logprobs
-from mrv2.sampling.stage import LogitsView
-from mrv2.sampling.temperature import Temperature
+from mrv2.sampling.narrowing import Narrowing
 from mrv2.state import block_tables
 from mrv2.state.block_tables import BlockTables
 
@@ -98,21 +97,21 @@ def _swapped_logit_row() -> AbstractContextManager[object]:
 @contextmanager
 def _wrong_rank() -> Iterator[None]:
     def faulty(*args: Any, **kwargs: Any) -> Any:
-        logprobs = gather_logprobs(*args, **kwargs)
-        return replace(logprobs, ranks=logprobs.ranks + 1)
+        gathered = gather_logprobs(*args, **kwargs)
+        return replace(gathered, ranks=gathered.ranks + 1)
 
-    with patch.object(sampler, "gather_logprobs", faulty):
+    with patch.object(logprobs, "gather_logprobs", faulty):
         yield
 
 
 @contextmanager
 def _temperature_of_another_row() -> Iterator[None]:
-    apply = Temperature.apply
+    settle = Narrowing.settle
 
-    def faulty(self: Temperature, logits: Tensor, view: LogitsView) -> None:
-        apply(self, logits, replace(view, logit_rows=view.logit_rows.roll(1)))
+    def faulty(self: Narrowing, logits: Tensor, logit_rows: Tensor) -> None:
+        settle(self, logits, logit_rows.roll(1))
 
-    with patch.object(Temperature, "apply", faulty):
+    with patch.object(Narrowing, "settle", faulty):
         yield
 
 

@@ -124,6 +124,8 @@ def _draw_kernel(  # noqa: PLR0913 - a kernel takes its pointers one by one
     positions_ptr: tl.tensor,
     temperature_ptr: tl.tensor,
     seed_ptr: tl.tensor,
+    divisor_ptr: tl.tensor,
+    cutoff_ptr: tl.tensor,
     vocab_size: tl.tensor,
     BLOCK: tl.constexpr,
 ) -> None:
@@ -131,6 +133,9 @@ def _draw_kernel(  # noqa: PLR0913 - a kernel takes its pointers one by one
     row = tl.load(logit_rows_ptr + logit_idx)
     first, second = device_key(tl.load(seed_ptr + row), tl.load(positions_ptr + logit_idx))
     random = tl.load(temperature_ptr + row) != 0.0
+    divisor = tl.load(divisor_ptr + row)
+    divisor = tl.where(divisor == 0.0, 1.0, divisor)
+    cutoff = tl.load(cutoff_ptr + logit_idx)
     logits_ptr += logit_idx * logits_stride
     # A lane keeps the best of its own tokens. Ids ascend, so an equal one never replaces it.
     best = tl.full((BLOCK,), -0x80000000, tl.int32)
@@ -138,8 +143,10 @@ def _draw_kernel(  # noqa: PLR0913 - a kernel takes its pointers one by one
     for start in range(0, vocab_size, BLOCK):
         token_ids = start + tl.arange(0, BLOCK)
         mask = token_ids < vocab_size
-        score = tl.load(logits_ptr + token_ids, mask=mask, other=0.0)
+        score = tl.load(logits_ptr + token_ids, mask=mask, other=0.0).to(tl.float32)
         if random:
+            score = tl.div_rn(score, divisor)
+            score = tl.where(score < cutoff, float("-inf"), score)
             high, low = device_words(first, second, token_ids)
             score += device_gumbel(high, low)
         ordered = tl.where(mask, _ordered(score), -0x80000000)
@@ -156,6 +163,8 @@ def _draw_launch(
     positions: Tensor,
     temperature: Tensor,
     seed: Tensor,
+    divisor: Tensor,
+    cutoff: Tensor,
 ) -> Launch:
     num_logits, vocab_size = logits.shape
     args = (
@@ -166,6 +175,8 @@ def _draw_launch(
         positions,
         temperature,
         seed,
+        divisor,
+        cutoff,
         vocab_size,
     )
     return Launch(_draw_kernel, (num_logits,), args, {"BLOCK": BLOCK}, num_warps=_NUM_WARPS)
@@ -178,6 +189,8 @@ def _draw_reference(
     positions: Tensor,
     temperature: Tensor,
     seed: Tensor,
+    divisor: Tensor,
+    cutoff: Tensor,
 ) -> None:
     """Draw one token for each logits row.
 
@@ -186,13 +199,17 @@ def _draw_reference(
 
     Args:
         token_ids: [num_logits] int64. The drawn tokens.
-        logits: [num_logits, vocab_size] float32, processed: the draw is from their softmax. Rows
-            may be strided.
+        logits: [num_logits, vocab_size], any float dtype. Rows may be strided. The draw is from
+            the softmax of what remains of them, in float32, once divided and cut off.
         logit_rows: [num_logits] int32. Logit -> state row.
         positions: [num_logits] int64. Position of the token to be drawn.
         temperature: [max_rows] float32. 0 takes the likeliest token, without noise; that is the
             only use made of it.
         seed: [max_rows] int64. All 64 bits count.
+        divisor: [max_rows] float32. Divides the logits of rows that are not greedy, rounded to
+            nearest. 0 and 1 divide nothing.
+        cutoff: [at least num_logits] float32. What is smaller once divided counts as -inf, in rows that are
+            not greedy. Never above the row's largest.
     """
     torch.argmax(logits, dim=1, out=token_ids)
     random = temperature.index_select(0, logit_rows).nonzero().flatten()
@@ -205,7 +222,10 @@ def _draw_reference(
         chunk = random[start : start + chunk_size]
         first, second = reference_key(seed[rows[chunk]], positions[chunk])
         high, low = reference_words(first.unsqueeze(1), second.unsqueeze(1), vocabulary)
-        token_ids[chunk] = (logits[chunk] + reference_gumbel(high, low)).argmax(dim=1)
+        by = divisor[rows[chunk]].unsqueeze(1)
+        scores = logits[chunk].float() / torch.where(by == 0.0, 1.0, by)
+        scores.masked_fill_(scores < cutoff[chunk].unsqueeze(1), -torch.inf)
+        token_ids[chunk] = (scores + reference_gumbel(high, low)).argmax(dim=1)
 
 
 draw = TwinOp(

@@ -13,13 +13,19 @@ logprob are one here, too.
 
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from mrv2.config import LogprobsMode
+from mrv2.errors import ConfigError
 from mrv2.ops.launch import Launch
 from mrv2.ops.twin import TwinOp
+from mrv2.plan import ALL_LOGPROBS, Arrival
+from mrv2.sampling.stage import LogitsView, StageResources
 
 BLOCK = 8192
 """Tokens that a program takes at a time. The fastest of 2048 to 16384 with 4 to 32 warps, for 1, 64
@@ -195,3 +201,62 @@ def _normalized(logits: Tensor, peak: Tensor, log_sum: Tensor) -> Tensor:
 def _row_chunks(logits: Tensor) -> list[slice]:
     size = max(1, _CHUNK_ELEMENTS // logits.shape[1])
     return [slice(start, start + size) for start in range(0, len(logits), size)]
+
+
+_NO_LOGPROBS = -1
+"""In the host column of counts, where `ALL_LOGPROBS` stands as the size of the vocabulary: so the
+largest count of a batch is the one to use."""
+
+
+class SampledLogprobs:
+    """Which logprobs each row wants of the tokens that it draws; a `RowState`.
+
+    Args:
+        resources: Sizes.
+        mode: Which logits they are of, and whether they are normalised.
+    """
+
+    def __init__(self, resources: StageResources, mode: LogprobsMode) -> None:
+        self.of_processed = mode in ("processed_logprobs", "processed_logits")
+        """Whether they are of the logits that the draw sees."""
+        self._vocab_size = resources.vocab_size
+        self._counts = np.full(resources.max_num_reqs, _NO_LOGPROBS, dtype=np.int32)
+
+    def admit(self, row: int, arrival: Arrival) -> None:
+        """Take a request's wishes.
+
+        Raises:
+            ConfigError: More logprobs are asked for than there are tokens in the vocabulary.
+        """
+        count = arrival.sampling.num_logprobs
+        if count is None:
+            count = _NO_LOGPROBS
+        elif count > self._vocab_size:
+            raise ConfigError(
+                f"num_logprobs is {count}, more than the vocabulary's {self._vocab_size} "
+                f"tokens; ask for fewer, or for {ALL_LOGPROBS} (all)"
+            )
+        elif count == ALL_LOGPROBS:
+            count = self._vocab_size
+        self._counts[row] = count
+
+    def evict(self, row: int) -> None:
+        """Forget a row."""
+        self._counts[row] = _NO_LOGPROBS
+
+    def flush(self) -> None:
+        """Nothing: all of it is the host's."""
+
+    def wants(self, rows: npt.NDArray[np.int32]) -> bool:
+        """Say whether any of `rows` wants logprobs."""
+        return bool((self._counts[rows] != _NO_LOGPROBS).any())
+
+    def gather(self, logits: Tensor, token_ids: Tensor, view: LogitsView) -> LogprobsTensors:
+        """Return the logprobs of a step in which some row wants them.
+
+        Args:
+            logits: [num_logits, vocab_size], any float dtype: raw or processed. Left as they are.
+            token_ids: [num_logits] int64. The drawn tokens.
+            view: Whose logits these are.
+        """
+        return gather_logprobs(logits.float(), token_ids, int(self._counts[view.rows_np].max()))

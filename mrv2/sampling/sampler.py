@@ -1,7 +1,8 @@
 """The sampler: fold the stages over the logits, draw, and package what was asked for.
 
 It owns the rows of every sampling feature and hands lifecycle events on to them. It knows no
-feature by name. Logprobs are those of the logits as the model made them, before any stage.
+feature by name. Raw logprobs are those of the logits as the model made them, a grammar's mask
+applied; processed ones are those of the logits that the draw sees.
 """
 
 from dataclasses import dataclass
@@ -11,20 +12,24 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from mrv2.errors import ConfigError
+from mrv2.config import RunnerConfig
 from mrv2.memory.transfers import Transfers
-from mrv2.plan import ALL_LOGPROBS, Arrival
+from mrv2.plan import Arrival, Sampling
 from mrv2.sampling.columns import DrawColumns
 from mrv2.sampling.gumbel import draw
-from mrv2.sampling.logprobs import LogprobsTensors, gather_logprobs
-from mrv2.sampling.stage import LogitsView, StageResources
+from mrv2.sampling.logprobs import LogprobsTensors, SampledLogprobs
+from mrv2.sampling.narrowing import Narrowing
+from mrv2.sampling.stage import (
+    LogitsStage,
+    LogitsView,
+    NarrowingStage,
+    StageFactory,
+    StageResources,
+)
 from mrv2.sampling.stages import STAGES
 from mrv2.state.protocol import RowState
-from mrv2.trace import StepTrace
-
-_NO_LOGPROBS = -1
-"""In the host column of counts, where `ALL_LOGPROBS` stands as the size of the vocabulary: so the
-largest count of a batch is the one to use."""
+from mrv2.state.requests import RequestColumns
+from mrv2.trace import NullTrace, StepTrace
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,46 +46,69 @@ class Sampler:
     """Draws a token for each logit; a `RowState`.
 
     Args:
-        max_num_reqs: State rows.
-        vocab_size: Columns of the logits.
+        config: Sizes, the logprobs mode and the thinking markers.
+        requests: The rows' tokens, which the runner keeps.
         transfers: Carries the rows' parameters to the device.
         trace: Receives the processed logits and the output.
+        stages: What processes the logits, in order.
     """
 
     def __init__(
-        self, max_num_reqs: int, vocab_size: int, transfers: Transfers, trace: StepTrace
+        self,
+        config: RunnerConfig,
+        requests: RequestColumns,
+        transfers: Transfers,
+        trace: StepTrace,
+        stages: tuple[StageFactory, ...] = STAGES,
     ) -> None:
-        self._vocab_size = vocab_size
         self._trace = trace
-        self._columns = DrawColumns(max_num_reqs, transfers)
+        self._columns = DrawColumns(config.max_num_reqs, transfers)
         resources = StageResources(
-            max_num_reqs=max_num_reqs,
-            vocab_size=vocab_size,
+            max_num_reqs=config.max_num_reqs,
+            vocab_size=config.vocab_size,
             transfers=transfers,
             columns=self._columns,
+            requests=requests,
+            thinking=config.thinking,
         )
-        self._stages = tuple(factory(resources) for factory in STAGES)
-        self._states: tuple[RowState, ...] = (self._columns, *self._stages)
-        self._num_logprobs = np.full(max_num_reqs, _NO_LOGPROBS, dtype=np.int32)
+        self._stages = tuple(factory(resources) for factory in stages)
+        self._logprobs = SampledLogprobs(resources, config.logprobs_mode)
+        self._states: tuple[RowState, ...] = (self._columns, self._logprobs, *self._stages)
+        self._changed = False
+        self._wishes: _Wishes | None = None
+        self._no_division = torch.zeros(
+            config.max_num_reqs, dtype=torch.float32, device=transfers.device
+        )
+        self._no_cutoff = torch.full(
+            (config.max_num_tokens,), -torch.inf, dtype=torch.float32, device=transfers.device
+        )
 
     def admit(self, row: int, arrival: Arrival) -> None:
         """Take a request's parameters into its row.
 
         Raises:
-            ConfigError: More logprobs are asked for than there are tokens in the vocabulary.
+            ConfigError: The request asks for what cannot be, such as a token outside the
+                vocabulary. The row is as if it were evicted.
         """
-        self._num_logprobs[row] = self._count(arrival.sampling.num_logprobs)
-        for state in self._states:
-            state.admit(row, arrival)
+        self._touch()
+        try:
+            for state in self._states:
+                state.admit(row, arrival)
+        except Exception:
+            self.evict(row)
+            raise
 
     def evict(self, row: int) -> None:
         """Forget a row."""
-        self._num_logprobs[row] = _NO_LOGPROBS
+        self._touch()
         for state in self._states:
             state.evict(row)
 
     def flush(self) -> None:
-        """Queue what changed to the device."""
+        """Queue what changed to the device; nothing has where no request came or went."""
+        if not self._changed:
+            return
+        self._changed = False
         for state in self._states:
             state.flush()
 
@@ -92,11 +120,17 @@ class Sampler:
                 Columns are contiguous.
             view: Whose logits these are.
         """
-        raw = logits.float()
-        num_logprobs = self._largest_count(view.rows_np)
-        processed = self._process(raw, view, keep_raw=num_logprobs != _NO_LOGPROBS)
-        self._trace.record("processed_logits", processed)
-        token_ids = torch.empty(len(raw), dtype=torch.int64, device=raw.device)
+        wishes = self._wishes_of(view.rows_np)
+        wants_processed = wishes.logprobs and self._logprobs.of_processed
+        narrowing = Narrowing(self._no_division, self._no_cutoff, len(logits))
+        keep = wishes.logprobs and not wants_processed
+        processed = self._process(logits, view, narrowing, keep=keep)
+        if wants_processed or self._trace.wants("processed_logits"):
+            if narrowing.narrows:
+                processed = _writable(processed, logits if keep else None)
+                narrowing.settle(processed, view.logit_rows)
+            self._trace.record("processed_logits", processed)
+        token_ids = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
         draw(
             token_ids,
             processed,
@@ -104,30 +138,104 @@ class Sampler:
             view.positions,
             self._columns.temperature.device_tensor,
             self._columns.seed.device_tensor,
+            narrowing.divisor,
+            narrowing.cutoff,
         )
         logprobs = None
-        if num_logprobs != _NO_LOGPROBS:
-            logprobs = gather_logprobs(raw, token_ids, num_logprobs)
+        if wishes.logprobs:
+            source = processed if wants_processed else logits
+            logprobs = self._logprobs.gather(source, token_ids, view)
         sampled = SamplerOutput(token_ids=token_ids, logprobs=logprobs)
         self._trace.record("sampled", sampled)
         return sampled
 
-    def _process(self, raw: Tensor, view: LogitsView, *, keep_raw: bool) -> Tensor:
-        stages = [stage for stage in self._stages if stage.wants(view.rows_np)]
-        logits = raw.clone() if stages and keep_raw else raw
-        for stage in stages:
-            stage.apply(logits, view)
-        return logits
+    def _process(
+        self, logits: Tensor, view: LogitsView, narrowing: Narrowing, *, keep: bool
+    ) -> Tensor:
+        """Return the logits that the draw reads; `logits` themselves stay if they are to be kept.
 
-    def _largest_count(self, rows: npt.NDArray[np.int32]) -> int:
-        return int(self._num_logprobs[rows].max(initial=_NO_LOGPROBS))
+        They are copied only for a stage that rewrites them.
+        """
+        processed = logits
+        for stage in self._wishes_of(view.rows_np).stages:
+            if isinstance(stage, LogitsStage):
+                processed = _writable(processed, logits if keep else None)
+                narrowing.settle(processed, view.logit_rows)
+                stage.apply(processed, view)
+            else:
+                stage.narrow(narrowing, processed, view)
+        return processed
 
-    def _count(self, num_logprobs: int | None) -> int:
-        if num_logprobs is None:
-            return _NO_LOGPROBS
-        if num_logprobs > self._vocab_size:
-            raise ConfigError(
-                f"num_logprobs is {num_logprobs}, more than the vocabulary's {self._vocab_size} "
-                f"tokens; ask for fewer, or for {ALL_LOGPROBS} (all)"
+    def _touch(self) -> None:
+        self._changed = True
+        self._wishes = None
+
+    def _wishes_of(self, rows: npt.NDArray[np.int32]) -> "_Wishes":
+        """Return what `rows` want; a batch that only decodes on keeps its array, and its answer."""
+        if self._wishes is None or self._wishes.rows is not rows:
+            self._wishes = _Wishes(
+                rows=rows,
+                stages=tuple(stage for stage in self._stages if stage.wants(rows)),
+                logprobs=self._logprobs.wants(rows),
             )
-        return self._vocab_size if num_logprobs == ALL_LOGPROBS else num_logprobs
+        return self._wishes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Wishes:
+    """What the rows of one batch want."""
+
+    rows: npt.NDArray[np.int32]
+    """[num_logits] int32. Never changed in place."""
+    stages: tuple[LogitsStage | NarrowingStage, ...]
+    logprobs: bool
+
+
+def _writable(logits: Tensor, kept: Tensor | None) -> Tensor:
+    """Return float32 logits that may be overwritten: a copy of `logits` where they must be kept."""
+    if logits.dtype != torch.float32:
+        return logits.float()
+    return logits.clone() if logits is kept else logits
+
+
+def draw_unattached(logits: Tensor) -> Tensor:
+    """Draw at random from logits that belong to no request, to warm up and to measure the peak.
+
+    Args:
+        logits: [num_logits, vocab_size], any float dtype.
+
+    Returns:
+        [num_logits] int64.
+    """
+    num_logits, vocab_size = logits.shape
+    transfers = Transfers(logits.device)
+    config = RunnerConfig(
+        device=logits.device,
+        max_num_reqs=num_logits,
+        max_num_tokens=num_logits,
+        max_model_len=1,
+        vocab_size=vocab_size,
+        kv_groups=(),
+    )
+    requests = RequestColumns(num_logits, 1, transfers)
+    sampler = Sampler(config, requests, transfers, NullTrace())
+    for row in range(num_logits):
+        arrival = Arrival(
+            req_id=f"unattached-{row}",
+            token_ids=[0],
+            prompt_len=1,
+            num_computed_tokens=0,
+            block_ids=(),
+            sampling=Sampling(temperature=1.0, seed=row),
+        )
+        requests.admit(row, arrival)
+        sampler.admit(row, arrival)
+    requests.flush()
+    sampler.flush()
+    rows = np.arange(num_logits, dtype=np.int32)
+    view = LogitsView(
+        logit_rows=transfers.upload(rows),
+        positions=torch.ones(num_logits, dtype=torch.int64, device=logits.device),
+        rows_np=rows,
+    )
+    return sampler(logits, view).token_ids

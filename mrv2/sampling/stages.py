@@ -1,7 +1,28 @@
 """The stages in the order in which they act. Order is semantics: V1's, which users tuned to."""
 
+from collections.abc import Iterable
+
 from mrv2.sampling.stage import StageFactory
 from mrv2.sampling.temperature import Temperature
 
-STAGES: tuple[StageFactory, ...] = (Temperature,)
+RESHAPING: tuple[StageFactory, ...] = ()
+"""Masks and biases, which may change the likeliest token."""
+PENALISING: tuple[StageFactory, ...] = ()
+DIVIDING: tuple[StageFactory, ...] = (Temperature,)
+"""From here on the likeliest token stays what it is."""
+CUTTING: tuple[StageFactory, ...] = ()
+
+STAGES: tuple[StageFactory, ...] = (*RESHAPING, *PENALISING, *DIVIDING, *CUTTING)
 """Adding a feature is adding its factory here, at the place that its meaning requires."""
+
+
+def stages_with(
+    reshaping: Iterable[StageFactory], narrowing: Iterable[StageFactory]
+) -> tuple[StageFactory, ...]:
+    """Return the stages with a host's own among them.
+
+    Args:
+        reshaping: Stages that may change the likeliest token; they act before the penalties.
+        narrowing: Stages that never do; they act before top-k and top-p.
+    """
+    return (*RESHAPING, *reshaping, *PENALISING, *DIVIDING, *narrowing, *CUTTING)

@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from mrv2.memory.mirrored import MirroredTensor
 from mrv2.memory.staged import StagedWriteTensor
 from mrv2.memory.transfers import Transfers
 from mrv2.plan import Arrival
@@ -33,6 +34,8 @@ class RequestColumns:
         self.num_computed_tokens = StagedWriteTensor(
             (max_num_reqs,), torch.int32, device, transfers
         )
+        self.prompt_len = MirroredTensor(max_num_reqs, torch.int32, transfers)
+        """How many of a row's tokens are its prompt; those behind it are output."""
         self._counted = np.zeros(max_num_reqs, dtype=np.int32)
         """What the device will count once everything queued has run.
         It tells when the scheduler disagrees."""
@@ -40,6 +43,7 @@ class RequestColumns:
     def admit(self, row: int, arrival: Arrival) -> None:
         """Stage the known tokens and the progress of a request that arrived."""
         self.token_ids.stage_write(row, 0, arrival.token_ids)
+        self.prompt_len.set(row, arrival.prompt_len)
         self._stage_progress(row, arrival.num_computed_tokens)
 
     def evict(self, row: int) -> None:
@@ -52,6 +56,7 @@ class RequestColumns:
     def flush(self) -> None:
         """Queue the staged writes."""
         self.token_ids.apply_write()
+        self.prompt_len.flush()
         self.num_computed_tokens.apply_write()
 
     def agree(

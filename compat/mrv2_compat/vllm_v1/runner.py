@@ -10,7 +10,6 @@ from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NoReturn
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from vllm.config import CompilationMode, VllmConfig
@@ -32,18 +31,14 @@ from vllm.v1.worker.utils import AttentionGroup, clear_layer_kv_caches
 from vllm.v1.worker.workspace import reset_workspace_manager
 
 from mrv2 import (
-    Arrival,
     NullTrace,
     ProtocolError,
     Runner,
-    Sampling,
     StepInFlight,
     StepTrace,
     UnsupportedByRunner,
+    draw_unattached,
 )
-from mrv2.memory.transfers import Transfers
-from mrv2.sampling.sampler import Sampler
-from mrv2.sampling.stage import LogitsView
 from mrv2_compat.vllm_v1.attention import (
     VllmAttentionPlanner,
     attention_groups,
@@ -208,19 +203,7 @@ class VllmRunner:
 
         The sampler is one of its own, so that no row is touched.
         """
-        num_logits = hidden_states.shape[0]
-        logits = self._require_model().compute_logits(hidden_states)
-        sampler = Sampler(num_logits, logits.shape[1], Transfers(self.device), NullTrace())
-        for row in range(num_logits):
-            sampler.admit(row, _dummy_arrival(row))
-        sampler.flush()
-        rows = np.arange(num_logits, dtype=np.int32)
-        view = LogitsView(
-            logit_rows=torch.arange(num_logits, dtype=torch.int32, device=self.device),
-            positions=torch.zeros(num_logits, dtype=torch.int64, device=self.device),
-            rows_np=rows,
-        )
-        return sampler(logits, view).token_ids
+        return draw_unattached(self._require_model().compute_logits(hidden_states))
 
     # Steps. The worker calls them in torch's inference mode.
 
@@ -372,17 +355,6 @@ class VllmRunner:
                 "the runner cannot step; call load_model and initialize_kv_cache first"
             )
         return self._core
-
-
-def _dummy_arrival(row: int) -> Arrival:
-    return Arrival(
-        req_id=f"dummy-{row}",
-        token_ids=[0],
-        prompt_len=1,
-        num_computed_tokens=0,
-        block_ids=(),
-        sampling=Sampling(temperature=1.0, seed=row),
-    )
 
 
 def _freezing_for_max_autotune(inductor_options: dict[str, Any]) -> AbstractContextManager[Any]:

@@ -300,6 +300,10 @@ class _StepCopies:
         self.draw_ids: list[str] = []
         self._values: dict[str, Any] = {}
 
+    def wants(self, probe: Probe) -> bool:
+        """Return True: every value is kept."""
+        return True
+
     def record(self, probe: Probe, value: object) -> None:
         """Copy what an observation needs."""
         if probe == "layout":

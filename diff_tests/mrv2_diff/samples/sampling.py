@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from mrv2.sampling import gumbel, logprobs, rng
-from mrv2.sampling.temperature import BLOCK as TEMPERATURE_BLOCK
+from mrv2.sampling.narrowing import BLOCK as NARROWING_BLOCK
 from mrv2_diff.samples.sample import (
     Bound,
     OpSamples,
@@ -23,7 +23,7 @@ from mrv2_diff.samples.sample import (
 _BLOCK = gumbel.BLOCK
 _VOCAB_SIZES = sorted(
     {*sizes_around(_BLOCK, 16_411), *sizes_around(logprobs.BLOCK, 16_411)}
-    | {*sizes_around(TEMPERATURE_BLOCK, 4999)}
+    | {*sizes_around(NARROWING_BLOCK, 4999)}
 )
 _MAX_ROWS = 13
 _NAN, _INF = float("nan"), float("inf")
@@ -113,10 +113,26 @@ def _temperatures(generator: torch.Generator, greedy: float) -> Tensor:
     return temperature
 
 
+def _cutoffs(logits: Tensor, generator: torch.Generator) -> Tensor:
+    """Cutoffs between -inf, which cuts nothing, and the largest logit, which leaves one."""
+    share = torch.rand(len(logits), generator=generator)
+    cutoff = torch.full((len(logits),), -_INF)
+    for row, values in enumerate(logits):
+        finite = values[values.isfinite()]
+        if len(finite) and share[row] > 0.3:
+            cutoff[row] = finite.sort().values[int((len(finite) - 1) * share[row])]
+    return cutoff
+
+
 def _draw(generator: torch.Generator) -> Iterator[Sample]:
     for kind, greedy in (("greedy", 1.0), ("random", 0.0), ("mixed", 0.5)):
-        for name, logits in _cases(generator):
+        cases = list(_cases(generator))
+        half = _logits(5, _BLOCK + 1, generator)
+        cases += [("bfloat16", half.bfloat16()), ("float16", half.half())]
+        for name, logits in cases:
             num_logits = len(logits)
+            narrowed = bool(torch.rand(1, generator=generator) < 0.5)
+            uncut = torch.full((num_logits,), -_INF)
             yield Sample(
                 name=f"{kind}, {name}",
                 arguments={
@@ -126,11 +142,13 @@ def _draw(generator: torch.Generator) -> Iterator[Sample]:
                     "positions": integers(0, 2**34, (num_logits,), torch.int64, generator),
                     "temperature": _temperatures(generator, greedy),
                     "seed": integers(-(2**63), 2**63 - 1, (_MAX_ROWS,), torch.int64, generator),
+                    "divisor": _temperatures(generator, 0.3),
+                    "cutoff": _cutoffs(logits.float(), generator) if narrowed else uncut,
                 },
             )
 
 
-def _apply_temperature(generator: torch.Generator) -> Iterator[Sample]:
+def _settle_logits(generator: torch.Generator) -> Iterator[Sample]:
     for kind, greedy in (("all divided", 0.0), ("some rows greedy", 0.5), ("all greedy", 1.0)):
         for name, logits in _cases(generator):
             yield Sample(
@@ -138,7 +156,8 @@ def _apply_temperature(generator: torch.Generator) -> Iterator[Sample]:
                 arguments={
                     "logits": logits,
                     "logit_rows": _logit_rows(len(logits), generator),
-                    "temperature": _temperatures(generator, greedy),
+                    "divisor": _temperatures(generator, greedy),
+                    "cutoff": _cutoffs(logits, generator),
                 },
             )
 
@@ -194,7 +213,7 @@ SAMPLES = {
         },
     ),
     "sampling.draw": OpSamples(generate=_draw),
-    "sampling.apply_temperature": OpSamples(generate=_apply_temperature),
+    "sampling.settle_logits": OpSamples(generate=_settle_logits),
     "sampling.normalizers": OpSamples(
         generate=_normalizers,
         bounds={

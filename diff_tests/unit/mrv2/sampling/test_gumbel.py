@@ -34,6 +34,8 @@ def drawn(
         torch.arange(count) if positions is None else positions,
         torch.ones(1) if temperature is None else temperature,
         torch.tensor([42]) if seed is None else seed,
+        torch.zeros(1 if temperature is None else len(temperature)),
+        torch.full((count,), -_INF),
     )
     return token_ids
 

@@ -7,12 +7,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from mrv2.config import RunnerConfig
 from mrv2.errors import ConfigError
 from mrv2.memory.transfers import Transfers
 from mrv2.plan import Arrival, Sampling
 from mrv2.sampling.columns import GREEDY_BELOW
 from mrv2.sampling.sampler import Sampler
 from mrv2.sampling.stage import LogitsView
+from mrv2.state.requests import RequestColumns
 from mrv2.trace import NullTrace, Probe, StepTrace
 
 VOCAB = 101
@@ -24,6 +26,10 @@ class Recorder:
     def __init__(self) -> None:
         self.values: dict[str, Any] = {}
 
+    def wants(self, probe: Probe) -> bool:
+        """Return True: every value is kept."""
+        return True
+
     def record(self, probe: Probe, value: object) -> None:
         self.values[probe] = value
 
@@ -31,7 +37,17 @@ class Recorder:
 def sampler_with(
     rows: dict[int, Sampling], trace: StepTrace | None = None, device: str = "cpu"
 ) -> Sampler:
-    sampler = Sampler(9, VOCAB, Transfers(torch.device(device)), trace or NullTrace())
+    transfers = Transfers(torch.device(device))
+    config = RunnerConfig(
+        device=transfers.device,
+        max_num_reqs=9,
+        max_num_tokens=9,
+        max_model_len=16,
+        vocab_size=VOCAB,
+        kv_groups=(),
+    )
+    requests = RequestColumns(9, 16, transfers)
+    sampler = Sampler(config, requests, transfers, trace or NullTrace())
     for row, sampling in rows.items():
         sampler.admit(row, arrival(sampling))
     sampler.flush()
