@@ -208,8 +208,8 @@ def _draw_reference(
         seed: [max_rows] int64. All 64 bits count.
         divisor: [max_rows] float32. Divides the logits of rows that are not greedy, rounded to
             nearest. 0 and 1 divide nothing.
-        cutoff: [at least num_logits] float32. What is smaller once divided counts as -inf, in rows that are
-            not greedy. Never above the row's largest.
+        cutoff: [at least num_logits] float32. What is smaller once divided counts as -inf, in rows
+            that are not greedy. Never above the row's largest.
     """
     torch.argmax(logits, dim=1, out=token_ids)
     random = temperature.index_select(0, logit_rows).nonzero().flatten()

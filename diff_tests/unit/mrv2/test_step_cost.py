@@ -231,5 +231,6 @@ def test_a_step_with_an_arrival_costs_more_by_every_count() -> None:
         bench = Bench(4)
         bench.host.add("late", [1, 2, 3])
         assert measure(bench).total() > bound
-        bench.step()
+        for _ in range(3):  # the staging buffers of the ring grow once to what the arrival took
+            bench.step()
         assert measure(bench).total() <= bound
