@@ -5,21 +5,19 @@ from __future__ import annotations
 import importlib
 import pkgutil
 import zlib
-from types import ModuleType
 
 import torch
 
 import mrv2
 from mrv2.ops.twin import TwinOp, registered_ops
-from mrv2_diff.samples import batch, memory, sampling, state
 from mrv2_diff.samples.sample import Bound, OpSamples, Sample
 
 __all__ = ["SAMPLES", "Bound", "OpSamples", "Sample", "all_ops", "samples_of"]
 
-_MODULES: tuple[ModuleType, ...] = (memory, state, batch, sampling)
-
 SAMPLES: dict[str, OpSamples] = {
-    name: samples for module in _MODULES for name, samples in module.SAMPLES.items()
+    name: samples
+    for info in pkgutil.iter_modules(__path__, f"{__name__}.")
+    for name, samples in getattr(importlib.import_module(info.name), "SAMPLES", {}).items()
 }
 
 
