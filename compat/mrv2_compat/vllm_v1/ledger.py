@@ -7,8 +7,12 @@ first arrival until it finishes.
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from mrv2 import ProtocolError, Sampling
+
+if TYPE_CHECKING:
+    from vllm.sampling_params import SamplingParams
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -17,6 +21,8 @@ class KnownRequest:
 
     prompt_len: int
     sampling: Sampling
+    sampling_params: "SamplingParams | None" = None
+    """vLLM's own parameters, which custom logits processors are shown."""
 
 
 class RequestLedger:

@@ -216,7 +216,8 @@ class VllmRunner:
                 "execute_model was called twice; call sample_tokens for the step in flight first"
             )
         core = self._require_core()
-        plan = plan_step(scheduler_output, self.ledger, self.model_config.seed)
+        config = self.model_config
+        plan = plan_step(scheduler_output, self.ledger, config.seed, config.get_vocab_size())
         self._require_kv().apply(scheduler_output)
         if not plan.scheduled.req_ids:
             core.update_rows(plan)

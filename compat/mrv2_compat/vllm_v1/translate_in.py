@@ -7,7 +7,7 @@ arrives.
 """
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from operator import add
 
 from vllm.sampling_params import SamplingParams
@@ -20,7 +20,7 @@ from mrv2_compat.vllm_v1.refusals import request_refusals
 
 
 def plan_step(
-    scheduler_output: SchedulerOutput, ledger: RequestLedger, engine_seed: int
+    scheduler_output: SchedulerOutput, ledger: RequestLedger, engine_seed: int, vocab_size: int
 ) -> StepPlan:
     """Translate one step and keep the ledger.
 
@@ -28,6 +28,7 @@ def plan_step(
         scheduler_output: vLLM's; only read.
         ledger: Updated with the requests that are new or finished.
         engine_seed: Seed of the engine, from which requests without a seed of their own get theirs.
+        vocab_size: Width of the logits.
 
     Raises:
         ProtocolError: A request is scheduled that was never announced, or resumed without its
@@ -47,7 +48,7 @@ def plan_step(
         *cached.resumed_req_ids,
         *(request.req_id for request in new if request.req_id in ledger),
     )
-    arrivals = [_announce(request, ledger, engine_seed) for request in new]
+    arrivals = [_announce(request, ledger, engine_seed, vocab_size) for request in new]
     arrivals.extend(_resume(cached, ledger))
     return StepPlan(
         departed=departed,
@@ -57,17 +58,63 @@ def plan_step(
     )
 
 
-def sampling_of(params: SamplingParams, engine_seed: int, arrival_number: int) -> Sampling:
-    """Translate sampling parameters that are within what the runner supports.
+def sampling_of(
+    params: SamplingParams, engine_seed: int, arrival_number: int, vocab_size: int
+) -> Sampling:
+    """Translate sampling parameters; what the runner refuses is refused elsewhere.
 
     A request without a seed gets one from the engine's seed and the number of its arrival, so that
-    every rank gives it the same.
+    every rank gives it the same. Parameters of a greedy request that only narrow a draw were reset
+    by vLLM already.
+
+    Two of vLLM's own lists may name tokens that the model has no logits for, because a tokenizer
+    may know more of them: bad words and stop tokens. Such a token cannot be drawn, so it is
+    forbidden as it is, and is left out.
+
+    Raises:
+        ConfigError: A value is outside its range.
     """
     seed = params.seed
     if seed is None:
         digest = hashlib.blake2b(f"{engine_seed}/{arrival_number}".encode(), digest_size=8).digest()
         seed = int.from_bytes(digest, "little")
-    return Sampling(temperature=params.temperature, seed=seed, num_logprobs=params.logprobs)
+    allowed = params.allowed_token_ids
+    wanted = params.logprob_token_ids
+    return Sampling(
+        temperature=params.temperature,
+        seed=seed,
+        top_k=max(params.top_k, 0),
+        top_p=params.top_p,
+        min_p=params.min_p,
+        presence_penalty=params.presence_penalty,
+        frequency_penalty=params.frequency_penalty,
+        repetition_penalty=params.repetition_penalty,
+        logit_bias=params.logit_bias or {},
+        allowed_token_ids=None if allowed is None else tuple(allowed),
+        bad_words=tuple(
+            tuple(word)
+            for word in params.bad_words_token_ids or ()
+            if _can_be_drawn(word, vocab_size)
+        ),
+        min_tokens=params.min_tokens,
+        stop_token_ids=_stop_token_ids(params, vocab_size),
+        is_structured=params.structured_outputs is not None,
+        thinking_budget=params.thinking_token_budget,
+        num_logprobs=params.logprobs,
+        logprob_token_ids=None if wanted is None else tuple(wanted),
+        num_prompt_logprobs=params.prompt_logprobs,
+    )
+
+
+def _stop_token_ids(params: SamplingParams, vocab_size: int) -> tuple[int, ...]:
+    """Return the stop tokens that can be drawn, EOS among them; none where no step forbids them."""
+    if not params.min_tokens:
+        return ()
+    return tuple(sorted(i for i in params.all_stop_token_ids if _can_be_drawn((i,), vocab_size)))
+
+
+def _can_be_drawn(token_ids: Sequence[int], vocab_size: int) -> bool:
+    return all(0 <= token_id < vocab_size for token_id in token_ids)
 
 
 def _require_support(request: NewRequestData) -> None:
@@ -79,14 +126,20 @@ def _require_support(request: NewRequestData) -> None:
         raise UnsupportedByRunner([f"request {request.req_id!r}: {reason}" for reason in reasons])
 
 
-def _announce(request: NewRequestData, ledger: RequestLedger, engine_seed: int) -> Arrival:
+def _announce(
+    request: NewRequestData, ledger: RequestLedger, engine_seed: int, vocab_size: int
+) -> Arrival:
     if request.prompt_token_ids is None or request.sampling_params is None:
         raise ProtocolError(
             f"request {request.req_id!r} has no prompt token ids or no sampling parameters"
         )
-    sampling = sampling_of(request.sampling_params, engine_seed, ledger.num_announced)
+    params = request.sampling_params
+    sampling = sampling_of(params, engine_seed, ledger.num_announced, vocab_size)
     ledger.announce(
-        request.req_id, KnownRequest(prompt_len=len(request.prompt_token_ids), sampling=sampling)
+        request.req_id,
+        KnownRequest(
+            prompt_len=len(request.prompt_token_ids), sampling=sampling, sampling_params=params
+        ),
     )
     return Arrival(
         req_id=request.req_id,

@@ -6,13 +6,15 @@ from typing import Any
 
 import pytest
 
-from mrv2 import Continuation, ProtocolError, Sampling, StepPlan
+from mrv2 import ConfigError, Continuation, ProtocolError, Sampling, StepPlan
 from mrv2.errors import UnsupportedByRunner
 from mrv2_compat.vllm_v1.ledger import RequestLedger
 
 pytestmark = pytest.mark.vllm
 
 Blocks = tuple[list[int], ...]
+
+VOCAB_SIZE = 100
 
 
 @dataclass(frozen=True)
@@ -73,6 +75,7 @@ class Adapter:
             ),
             self.ledger,
             self.seed,
+            VOCAB_SIZE,
         )
 
 
@@ -287,10 +290,77 @@ def test_an_unsupported_request_that_was_not_checked_is_refused_and_never_ignore
     adapter: Adapter,
 ) -> None:
     adapter.step({"a": 2}, new=[new("a", [5, 6])])
-    slipped = new("b", [1, 2], temperature=0.8, top_k=5, min_p=0.1)
+    slipped = new("b", [1, 2], watermarking=True, trace_decode_token_ids=[4])
     with pytest.raises(UnsupportedByRunner) as raised:
         adapter.step({"c": 1, "b": 2}, new=[new("c", [3]), slipped], finished=["a"])
-    assert "request 'b': top_k (top_k=5)" in str(raised.value)
-    assert "request 'b': min_p (min_p=0.1)" in str(raised.value)
+    assert "request 'b': watermarking (watermarking=True)" in str(raised.value)
+    assert "request 'b': trace replay (trace_decode_token_ids=[4])" in str(raised.value)
     assert [req_id for req_id, _ in adapter.ledger.known()] == ["a"]
     assert adapter.ledger.num_announced == 1
+
+
+def translated(**asked: Any) -> Sampling:
+    """Translate the parameters of one request; `stop` stands for what the engine adds."""
+    from vllm import SamplingParams
+
+    from mrv2_compat.vllm_v1.translate_in import sampling_of
+
+    bad_words, stop = asked.pop("bad_words", None), asked.pop("stop", ())
+    params = SamplingParams(**asked)
+    params._bad_words_token_ids = bad_words
+    params._all_stop_token_ids.update(stop)
+    return sampling_of(params, 0, 0, VOCAB_SIZE)
+
+
+@pytest.mark.parametrize(
+    ("asked", "expected"),
+    [
+        ({"temperature": 0.5}, {"temperature": 0.5}),
+        ({"seed": 8}, {"seed": 8}),
+        ({"top_k": 3}, {"top_k": 3}),
+        ({"top_k": -1}, {"top_k": 0}),
+        ({"top_k": 10**6}, {"top_k": 10**6}),
+        ({"top_p": 0.25}, {"top_p": 0.25}),
+        ({"min_p": 0.25}, {"min_p": 0.25}),
+        ({"presence_penalty": -0.5}, {"presence_penalty": -0.5}),
+        ({"frequency_penalty": 0.5}, {"frequency_penalty": 0.5}),
+        ({"repetition_penalty": 1.5}, {"repetition_penalty": 1.5}),
+        ({"logit_bias": {7: -2.0}}, {"logit_bias": {7: -2.0}}),
+        ({"logit_bias": {}}, {"logit_bias": {}}),
+        ({"allowed_token_ids": [9, 3]}, {"allowed_token_ids": (9, 3)}),
+        ({"bad_words": [[1], [2, 3]]}, {"bad_words": ((1,), (2, 3))}),
+        ({"min_tokens": 2, "stop_token_ids": [9, 4]}, {"min_tokens": 2, "stop_token_ids": (4, 9)}),
+        ({"min_tokens": 2, "stop": [7]}, {"min_tokens": 2, "stop_token_ids": (7,)}),
+        ({"stop_token_ids": [9, 4]}, {"stop_token_ids": ()}),
+        ({"thinking_token_budget": 0}, {"thinking_budget": 0}),
+        ({"thinking_token_budget": -1}, {"thinking_budget": None}),
+        ({"logprobs": -1}, {"num_logprobs": -1}),
+        ({"logprob_token_ids": [5, 2]}, {"logprob_token_ids": (5, 2)}),
+        ({"prompt_logprobs": 0}, {"num_prompt_logprobs": 0}),
+        ({"temperature": 0.0, "top_k": 3, "top_p": 0.5, "min_p": 0.5}, {"temperature": 0.0}),
+    ],
+)
+def test_each_parameter_reaches_its_field_and_no_other(
+    asked: dict[str, Any], expected: dict[str, Any]
+) -> None:
+    plain = translated(temperature=1.0, seed=3)
+    assert translated(**{"temperature": 1.0, "seed": 3, **asked}) == replace(plain, **expected)
+
+
+def test_a_grammar_is_only_a_mark() -> None:
+    from vllm.sampling_params import StructuredOutputsParams
+
+    assert not translated().is_structured
+    assert translated(structured_outputs=StructuredOutputsParams(regex="a")).is_structured
+
+
+def test_bad_words_and_stop_tokens_without_logits_forbid_nothing() -> None:
+    words = [[VOCAB_SIZE], [1, VOCAB_SIZE + 3], [VOCAB_SIZE - 1, 1], [VOCAB_SIZE, 1]]
+    assert translated(bad_words=words).bad_words == ((VOCAB_SIZE - 1, 1),)
+    stop = [VOCAB_SIZE, VOCAB_SIZE - 1]
+    assert translated(min_tokens=1, stop=stop).stop_token_ids == (VOCAB_SIZE - 1,)
+
+
+def test_a_seed_that_is_too_long_is_an_error() -> None:
+    with pytest.raises(ConfigError, match=r"seed is .*; it must be an integer of 64 bits"):
+        translated(seed=2**64)
