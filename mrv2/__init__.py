@@ -6,7 +6,14 @@ It knows nothing of its host.
 from mrv2.config import KVGroup, LogprobsMode, RunnerConfig, ThinkingMarkers
 from mrv2.errors import CapacityError, ConfigError, Mrv2Error, ProtocolError, UnsupportedByRunner
 from mrv2.output import Logprobs, PendingOutput, RunnerOutput
-from mrv2.plan import Arrival, Continuation, Sampling, Scheduled, StepPlan
+from mrv2.plan import (
+    Arrival,
+    Continuation,
+    Sampling,
+    Scheduled,
+    StepPlan,
+    sampling_faults,
+)
 from mrv2.runner import Runner, StepInFlight
 from mrv2.sampling.sampler import draw_unattached
 from mrv2.sampling.stage import LogitsView, StageFactory, StageResources
@@ -40,5 +47,6 @@ __all__ = [
     "ThinkingMarkers",
     "UnsupportedByRunner",
     "draw_unattached",
+    "sampling_faults",
     "stages_with",
 ]

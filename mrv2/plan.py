@@ -6,8 +6,9 @@ Preemption is a departure and resumption an arrival, so there are only three lif
 Checks that cost no more than they save stand here, at the boundary.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from itertools import chain
 
 from mrv2.errors import ConfigError
 
@@ -92,6 +93,68 @@ class Sampling:
     def _require(self, name: str, holds: bool, what: str) -> None:
         if not holds:
             raise ConfigError(f"{name} is {getattr(self, name)}; it must be {what}")
+
+
+def sampling_faults(sampling: Sampling, vocab_size: int, *, has_markers: bool) -> list[str]:
+    """Return what a request asks for that a model cannot give, a sentence for each fault.
+
+    Args:
+        sampling: What the request asks for, each value within its range.
+        vocab_size: Width of the model's logits.
+        has_markers: Whether the runner knows the marks around the model's thinking.
+    """
+    named: dict[str, Iterable[int]] = {
+        "logit_bias": sampling.logit_bias,
+        "allowed_token_ids": sampling.allowed_token_ids or (),
+        "bad_words": chain.from_iterable(sampling.bad_words),
+        "stop_token_ids": sampling.stop_token_ids,
+        "logprob_token_ids": sampling.logprob_token_ids or (),
+    }
+    faults = []
+    for name, token_ids in named.items():
+        outside = sorted({i for i in token_ids if not 0 <= i < vocab_size})
+        if outside:
+            faults.append(
+                f"{name} has {_some(outside)}; the vocabulary is 0 to {vocab_size - 1}: leave out "
+                "what is outside"
+            )
+    for name in ("num_logprobs", "num_prompt_logprobs"):
+        count = getattr(sampling, name)
+        if count is not None and count > vocab_size:
+            faults.append(
+                f"{name} is {count}; the vocabulary has {vocab_size} tokens: ask for at most as "
+                "many, or for -1 (all)"
+            )
+    if sampling.thinking_budget is not None and not has_markers:
+        faults.append(
+            f"thinking_budget is {sampling.thinking_budget}, and the runner was given no marks of "
+            "where thinking begins and ends: leave it out, or configure them (thinking)"
+        )
+    return faults + _contradictions(sampling)
+
+
+def _contradictions(sampling: Sampling) -> list[str]:
+    """Return why no token at all could be drawn, where the parameters alone say so."""
+    if sampling.allowed_token_ids is None:
+        return []
+    allowed = set(sampling.allowed_token_ids)
+    allowed -= {word[0] for word in sampling.bad_words if len(word) == 1}
+    remedy = "allow another token, or forbid fewer"
+    if not allowed:
+        return [f"bad_words forbid every one of allowed_token_ids: {remedy}"]
+    if sampling.min_tokens and not sampling.is_structured and allowed <= {*sampling.stop_token_ids}:
+        return [
+            f"min_tokens is {sampling.min_tokens} and forbids every one of allowed_token_ids that "
+            f"is left, since all of them end the request: {remedy}"
+        ]
+    return []
+
+
+def _some(token_ids: list[int], limit: int = 8) -> str:
+    """Return the ids, cut where they would hide the rest of a message."""
+    rest = len(token_ids) - limit
+    listed = ", ".join(map(str, token_ids[:limit]))
+    return f"{listed} and {rest} more" if rest > 0 else listed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from mrv2.config import RunnerConfig
 from mrv2.errors import CapacityError, ConfigError, ProtocolError
-from mrv2.plan import Arrival, Scheduled, StepPlan
+from mrv2.plan import Arrival, Scheduled, StepPlan, sampling_faults
 from mrv2.state.block_tables import BlockTables
 from mrv2.state.rows import RowTable
 
@@ -135,12 +135,17 @@ def _check_arrival(arrival: Arrival, config: RunnerConfig) -> None:
             f"request {arrival.req_id!r} arrives with {num_tokens} tokens; it needs at least one, "
             f"and max_model_len is {config.max_model_len}"
         )
-    num_logprobs = arrival.sampling.num_logprobs
-    if num_logprobs is not None and num_logprobs > config.vocab_size:
-        raise ConfigError(
-            f"request {arrival.req_id!r} asks for {num_logprobs} logprobs; "
-            f"the vocabulary has {config.vocab_size} tokens"
+    sampling = arrival.sampling
+    faults = sampling_faults(sampling, config.vocab_size, has_markers=config.thinking is not None)
+    given, prompt_len = arrival.num_computed_tokens, arrival.prompt_len
+    if sampling.num_prompt_logprobs is not None and given and num_tokens == prompt_len:
+        # Outputs that came back with the request would mean that these had been returned.
+        faults.append(
+            f"num_prompt_logprobs is {sampling.num_prompt_logprobs}, and {given} tokens of the "
+            "prompt are computed already: let it run from its first token"
         )
+    if faults:
+        raise ConfigError(f"request {arrival.req_id!r} cannot be served: {'; '.join(faults)}")
 
 
 def _check_room(num_staying: int, num_arriving: int, max_num_reqs: int) -> None:

@@ -438,7 +438,7 @@ WRONG_PLANS: dict[str, tuple[StepPlan, type[Mrv2Error], str]] = {
             scheduled=NEW,
         ),
         ConfigError,
-        "98 logprobs; the vocabulary has 97",
+        "'n' cannot be served: num_logprobs is 98; the vocabulary has 97 tokens",
     ),
     "no token to run": (
         StepPlan(departed=("b",), scheduled=scheduled(a=(0, 9, 10))),
