@@ -15,7 +15,7 @@ import gc
 import os
 import weakref
 from functools import cache
-from typing import Any
+from typing import Any, NoReturn
 
 from mrv2.errors import ConfigError, UnsupportedByRunner
 from mrv2_compat import selection as sel
@@ -289,7 +289,7 @@ def _say(decision: sel.Decision, selection: sel.Selection, worker: str) -> None:
 
 
 def refuse_request(engine_input: Any, params: Any) -> None:
-    """Refuse a request that asks our runner for something it does not support.
+    """Refuse a request that asks our runner for something it does not support or cannot honour.
 
     The error is vLLM's own: its server answers 400 with the text to no other, and 500 to a plain
     ValueError.
@@ -301,7 +301,18 @@ def refuse_request(engine_input: Any, params: Any) -> None:
         return
     reasons = refusals.request_refusals(params, engine_input)
     if reasons:
-        from vllm.exceptions import VLLMValidationError
+        _refuse(UnsupportedByRunner([str(reason) for reason in reasons]))
+    from mrv2_compat.vllm_v1.entrance import request_faults  # vLLM is being imported until now
 
-        refusal = UnsupportedByRunner([str(reason) for reason in reasons])
-        raise VLLMValidationError(str(refusal)) from refusal
+    found = ((settled(), runner) for settled, runner in _settled)
+    faults = request_faults(
+        params, [config for config, runner in found if config is not None and runner == sel.MRV2]
+    )
+    if faults:
+        _refuse(ConfigError(f"the request cannot be served: {'; '.join(faults)}"))
+
+
+def _refuse(refusal: ConfigError) -> NoReturn:
+    from vllm.exceptions import VLLMValidationError
+
+    raise VLLMValidationError(str(refusal)) from refusal

@@ -29,6 +29,7 @@ PUBLIC = [
     "ThinkingMarkers",
     "UnsupportedByRunner",
     "draw_unattached",
+    "sampling_faults",
     "stages_with",
 ]
 

@@ -4,7 +4,7 @@ import torch
 from vllm.config import VllmConfig
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
-from mrv2 import RunnerConfig
+from mrv2 import RunnerConfig, ThinkingMarkers
 from mrv2_compat.vllm_v1.kv_cache import kv_groups
 
 
@@ -20,4 +20,16 @@ def runner_config(
         max_model_len=vllm_config.model_config.max_model_len,
         vocab_size=vllm_config.model_config.get_vocab_size(),
         kv_groups=kv_groups(kv_cache_config, vllm_config),
+        thinking=thinking_markers(vllm_config),
     )
+
+
+def thinking_markers(vllm_config: VllmConfig) -> ThinkingMarkers | None:
+    """Return the token sequences around the model's thinking; None where none are configured."""
+    reasoning = vllm_config.reasoning_config
+    if reasoning is None or not reasoning.enabled:
+        return None
+    start, end = reasoning.reasoning_start_token_ids, reasoning.reasoning_end_token_ids
+    if not start or not end:
+        return None
+    return ThinkingMarkers(start=tuple(start), end=tuple(end))

@@ -28,12 +28,13 @@ def outcomes(run_cases: Any, make_case: Callable[..., dict[str, Any]]) -> Any:
         make_case("compiled", engine={"enforce_eager": False}),
         make_case("served-request", request={"temperature": 0.7, "seed": 1, "logprobs": 2, "n": 2}),
         make_case("greedy-request", request={"temperature": 0.0, "top_k": 5, "top_p": 0.5}),
-        make_case("refused-request", request={"top_k": 5, "min_p": 0.1, "prompt_logprobs": 1}),
+        make_case("refused-request", request={"watermarking": True, "trace_decode_token_ids": [1]}),
+        make_case("impossible-request", request={"seed": 2**64}),
         make_case("image-request", request={"type": "multimodal"}),
         make_case("v1", environ={RUNNER: "v1"}, request={"top_k": 5}),
         make_case("v1-our-worker", engine={"worker_cls": OURS}),
         make_case("auto", environ={RUNNER: "auto"}),
-        make_case("auto-request", request={"top_k": 5}),
+        make_case("auto-request", request={"watermarking": True}),
         make_case("auto-v1", engine={"enable_prompt_embeds": True}, request={"top_k": 5}),
         make_case("auto-defaults", engine={"override_generation_config": {"top_k": 20}}),
         make_case("auto-foreign-worker", engine={"worker_cls": V1S}),
@@ -42,7 +43,7 @@ def outcomes(run_cases: Any, make_case: Callable[..., dict[str, Any]]) -> Any:
         make_case("kept", keep=True),
         make_case("second-v1", engine={"enable_prompt_embeds": True}),
         make_case("second-vllm", engine={"prefill_context_parallel_size": 2}),
-        make_case("second-ours", request={"top_k": 5}),
+        make_case("second-ours", request={"watermarking": True}),
         make_case("second-unset", environ={RUNNER: None}),
         make_case("second-same", environ={RUNNER: "mrv2"}),
     ]
@@ -88,12 +89,16 @@ def test_supported_configurations_and_requests_pass(outcomes: Any, name: str) ->
 
 def test_every_unsupported_parameter_of_a_request_is_listed(outcomes: Any) -> None:
     error = outcomes.error("refused-request")
-    assert "- top_k (top_k=5): send top_k=0" in error
-    assert "--generation-config vllm" in error
-    assert "- min_p (min_p=0.1)" in error
-    assert "- logprobs of the prompt (prompt_logprobs=1)" in error
+    assert "- watermarking (watermarking=True): leave it out" in error
+    assert "- trace replay (trace_decode_token_ids=[1])" in error
     # vLLM's server answers 400 to errors of this kind only.
     assert "VLLMClientError" in outcomes.by_case["refused-request"]["types"]
+
+
+def test_a_value_that_nobody_can_honour_is_refused_as_the_clients_error(outcomes: Any) -> None:
+    error = outcomes.error("impossible-request")
+    assert f"seed is {2**64}; it must be an integer of 64 bits" in error
+    assert "VLLMClientError" in outcomes.by_case["impossible-request"]["types"]
 
 
 def test_inputs_other_than_tokens_are_refused(outcomes: Any) -> None:
@@ -111,7 +116,7 @@ def test_v1_with_our_worker_is_a_contradiction(outcomes: Any) -> None:
 
 def test_auto_takes_ours_where_everything_is_supported(outcomes: Any) -> None:
     assert outcomes.by_case["auto"]["worker"] == OURS
-    assert "top_k=5" in outcomes.error("auto-request")
+    assert "watermarking=True" in outcomes.error("auto-request")
 
 
 @pytest.mark.parametrize(
@@ -154,7 +159,7 @@ def test_a_second_runner_in_one_process_is_refused(outcomes: Any, name: str, wan
 
 def test_requests_are_checked_as_before_a_second_runner_was_refused(outcomes: Any) -> None:
     assert outcomes.by_case["kept"]["worker"] == OURS
-    assert "top_k=5" in outcomes.error("second-ours")
+    assert "watermarking=True" in outcomes.error("second-ours")
 
 
 def test_a_second_engine_with_the_same_runner_is_welcome(outcomes: Any) -> None:
