@@ -31,12 +31,19 @@ class Launch:
     constexprs: Mapping[str, Any]
     """Compile-time arguments by name."""
     num_warps: int = 4
+    contracts: bool = True
+    """Whether a product and a sum may be rounded as one. False where the reference rounds both."""
 
     def run(self) -> None:
         """Start the kernel; an empty grid starts nothing."""
         if 0 in self.grid:
             return
-        self.kernel[self.grid](*self.args, **self.constexprs, num_warps=self.num_warps)
+        self.kernel[self.grid](
+            *self.args,
+            **self.constexprs,
+            num_warps=self.num_warps,
+            enable_fp_fusion=self.contracts,
+        )
 
     def signature(self) -> dict[str, str]:
         """Return the type of each of the kernel's arguments in its order, as Triton spells it.
@@ -72,7 +79,6 @@ class Launch:
             signature=self.signature(),
             constexprs={(names.index(name),): value for name, value in self.constexprs.items()},
         )
-        compiled = triton.compile(
-            source, target=GPUTarget("cuda", arch, 32), options={"num_warps": self.num_warps}
-        )
+        options = {"num_warps": self.num_warps, "enable_fp_fusion": self.contracts}
+        compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
         return bytes(compiled.asm["cubin"])
