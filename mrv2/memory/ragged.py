@@ -65,3 +65,21 @@ class MirroredLists:
         if rows:
             packed = np.concatenate([self._lists[row] for row in rows])
             self.words = self._transfers.upload(packed)
+
+
+def places_of(bounds: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Find every word of some rows' lists, for references that take all lists at once.
+
+    Args:
+        bounds: [num_rows + 1] int32, as `MirroredLists.bounds`.
+        rows: [n] int32, in any order; a row may be named more than once.
+
+    Returns:
+        For each word of each list, the lists in the order of `rows`: the index of its row in
+        `rows`, and its index in `MirroredLists.words`; both [total] int64.
+    """
+    starts = bounds[rows.long()].long()
+    lengths = bounds[rows.long() + 1].long() - starts
+    owners = torch.repeat_interleave(lengths)
+    before = lengths.cumsum(0) - lengths
+    return owners, torch.arange(len(owners), device=owners.device) + (starts - before)[owners]

@@ -2,14 +2,15 @@
 
 from collections.abc import Iterable
 
-from mrv2.sampling.penalties import Penalties
 from mrv2.sampling.allowed_tokens import AllowedTokens
+from mrv2.sampling.bad_words import BadWords
 from mrv2.sampling.logit_bias import LogitBias
 from mrv2.sampling.min_tokens import MinTokens
+from mrv2.sampling.penalties import Penalties
 from mrv2.sampling.stage import StageFactory
 from mrv2.sampling.temperature import Temperature
 
-RESHAPING: tuple[StageFactory, ...] = (AllowedTokens, MinTokens, LogitBias)
+RESHAPING: tuple[StageFactory, ...] = (AllowedTokens, BadWords, MinTokens, LogitBias)
 """Masks and biases, which may change the likeliest token."""
 PENALISING: tuple[StageFactory, ...] = (Penalties,)
 DIVIDING: tuple[StageFactory, ...] = (Temperature,)
