@@ -15,6 +15,7 @@ from mrv2.plan import (
     sampling_faults,
 )
 from mrv2.runner import Runner, StepInFlight
+from mrv2.sampling.grammar import GrammarMask
 from mrv2.sampling.sampler import draw_unattached
 from mrv2.sampling.stage import LogitsView, StageFactory, StageResources
 from mrv2.sampling.stages import stages_with
@@ -25,6 +26,7 @@ __all__ = [
     "CapacityError",
     "ConfigError",
     "Continuation",
+    "GrammarMask",
     "KVGroup",
     "LogitsView",
     "Logprobs",

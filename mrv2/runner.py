@@ -28,6 +28,7 @@ from mrv2.memory.transfers import Transfers
 from mrv2.output import PendingOutput
 from mrv2.plan import StepPlan
 from mrv2.ports import AttentionPlanner, ForwardInputs, Model
+from mrv2.sampling.grammar import GrammarMask
 from mrv2.sampling.sampler import Sampler
 from mrv2.sampling.stage import StageFactory
 from mrv2.sampling.stages import STAGES
@@ -118,17 +119,23 @@ class Runner:
         self._num_executed += 1
         return StepInFlight(batch=batch, hidden=hidden, number=self._num_executed)
 
-    def sample(self, step: StepInFlight, forced: Sequence[int] | None = None) -> PendingOutput:
+    def sample(
+        self,
+        step: StepInFlight,
+        forced: Sequence[int] | None = None,
+        grammar: GrammarMask | None = None,
+    ) -> PendingOutput:
         """Queue sampling, the copies to the host, and the commit. Never blocks.
 
         Args:
             step: What `execute` returned.
             forced: One token for each logit of the step, committed in place of the drawn ones. The
                 output still holds the drawn ones.
+            grammar: What grammars allow; it masks the model's logits before anything reads them.
 
         Raises:
-            ProtocolError: The step was sampled already or is not the last one, or `forced` has the
-                wrong length. The step can still be sampled after the latter.
+            ProtocolError: The step was sampled already or is not the last one, or `forced` or
+                `grammar` does not fit its logits. The step can still be sampled after the latter.
             ConfigError: A forced token is outside the vocabulary. The step can still be sampled.
         """
         if step.number != self._num_sampled + 1:
@@ -137,8 +144,12 @@ class Runner:
             )
         batch = step.batch
         forced_ids = None if forced is None else self._forced_ids(batch, forced)
+        if grammar is not None:
+            grammar.check(batch.layout.num_logits, self.config.vocab_size)
         self._num_sampled = step.number
         logits = self._model.compute_logits(_of_logits(step))
+        if grammar is not None:
+            grammar.apply(logits, self.transfers)
         self.trace.record("logits", logits)
         sampled = self.sampler(logits, batch.logits_view)
         pending = PendingOutput(batch.layout, sampled, self.transfers)

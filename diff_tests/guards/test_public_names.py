@@ -7,6 +7,7 @@ PUBLIC = [
     "CapacityError",
     "ConfigError",
     "Continuation",
+    "GrammarMask",
     "KVGroup",
     "LogitsView",
     "Logprobs",
