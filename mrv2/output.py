@@ -5,11 +5,10 @@ from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
-import torch
 from torch import Tensor
 
 from mrv2.batch.layout import BatchLayout
-from mrv2.memory.transfers import Transfers
+from mrv2.memory.transfers import Event, Transfers
 from mrv2.sampling.sampler import SamplerOutput
 
 
@@ -57,7 +56,7 @@ class PendingOutput:
                 transfers.download(tensors.values),
                 transfers.download(tensors.ranks),
             )
-        self._ready: torch.cuda.Event | None = transfers.record()
+        self._ready: Event | None = transfers.record()
 
     def wait(self) -> RunnerOutput:
         """Wait for the copies and return host values. The only call of a step that blocks."""

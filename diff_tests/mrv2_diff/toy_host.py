@@ -9,6 +9,7 @@ that keeps a stale block shows it.
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from mrv2 import (
     Arrival,
@@ -23,6 +24,7 @@ from mrv2 import (
     StepPlan,
 )
 from mrv2.memory.transfers import Transfers
+from mrv2.ports import AttentionPlanner, Model
 from mrv2_diff.models.hashlm import HashLM, hashlm_tokens
 
 Work = Mapping[str, int]
@@ -30,6 +32,10 @@ Work = Mapping[str, int]
 
 Story = Callable[["ToyHost", int], Work]
 """Called before each step with its number; tells the host what happens, and returns the work."""
+
+
+class Ports(Model, AttentionPlanner, Protocol):
+    """A model that makes its own attention metadata."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -70,6 +76,7 @@ class ToyHost:
     def __init__(self, groups: Sequence[KVGroup], num_blocks: int) -> None:
         self.requests: dict[str, ToyRequest] = {}
         """Those that have not finished."""
+        self.num_blocks = num_blocks
         self.finished: list[ToyRequest] = []
         self._sizes = [group.block_size for group in groups]
         self._free = [list(range(num_blocks)) for _ in groups]
@@ -194,6 +201,7 @@ class Toy:
         num_blocks: Blocks of each KV group.
         windows: Attention windows, as for `HashLM`.
         transfers: Carries every copy; the runner's own by default.
+        around: Returns what stands between the runner and the model; nothing by default.
     """
 
     def __init__(
@@ -202,9 +210,11 @@ class Toy:
         num_blocks: int = 400,
         windows: Sequence[int | None] | None = None,
         transfers: Transfers | None = None,
+        around: Callable[[HashLM], Ports] = lambda model: model,
     ) -> None:
         self.model = HashLM(config, num_blocks, windows)
-        self.runner = Runner(config, self.model, self.model, transfers)
+        ports = around(self.model)
+        self.runner = Runner(config, ports, ports, transfers)
         self.host = ToyHost(config.kv_groups, num_blocks)
         self._vocab_size = config.vocab_size
         self._windows = tuple(windows or (None,) * len(config.kv_groups))

@@ -1,6 +1,7 @@
 """Random lives of requests, from a seed, for `mrv2_diff.toy_host.Toy.play`."""
 
 import random
+from dataclasses import replace
 
 from mrv2 import RunnerConfig, Sampling
 from mrv2_diff.toy_host import ToyHost, ToyRequest
@@ -13,12 +14,20 @@ class RandomStory:
         seed: Of everything random here.
         config: Of the runner; its limits are kept to.
         most_temperature: Above 0, half of the requests draw at a random temperature up to this.
+        most_logprobs: Above 0, a third of the requests want up to so many logprobs.
     """
 
-    def __init__(self, seed: int, config: RunnerConfig, most_temperature: float = 0.0) -> None:
+    def __init__(
+        self,
+        seed: int,
+        config: RunnerConfig,
+        most_temperature: float = 0.0,
+        most_logprobs: int = 0,
+    ) -> None:
         self._random = random.Random(seed)
         self._config = config
         self._most_temperature = most_temperature
+        self._most_logprobs = most_logprobs
         self._lengths: dict[ToyRequest, int] = {}
         self._num_added = 0
 
@@ -63,6 +72,9 @@ class RandomStory:
                 temperature=self._random.uniform(0.1, self._most_temperature),
                 seed=self._random.getrandbits(64),
             )
+        if self._most_logprobs and self._random.random() < 0.33:
+            count = self._random.randint(0, self._most_logprobs)
+            request.sampling = replace(request.sampling, num_logprobs=count)
         room = self._config.max_model_len - len(request.prompt)
         self._lengths[request] = min(self._random.randint(1, 20), room)
 

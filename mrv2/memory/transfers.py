@@ -6,11 +6,12 @@ staging buffer is written again at the earliest in the step after the next, and 
 has passed the point that was recorded when the step ended; otherwise a fresh buffer joins the ring.
 So a host write after a step was queued cannot change that step, and nothing here blocks.
 
-On a CPU the path is the same, without pinning and without events.
+On a CPU the path is the same, without pinning and without events, unless the caller brings a stream
+of its own.
 """
 
 from collections.abc import Callable
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +20,17 @@ from torch import Tensor
 
 Copy: TypeAlias = Callable[[Tensor, Tensor], None]
 """`copy(destination, source)`, queued on the current stream. Tests pass a late one on purpose."""
+
+
+class Event(Protocol):
+    """A point in a stream's order; `torch.cuda.Event` is one."""
+
+    def query(self) -> bool:
+        """Say whether the stream has passed it, without waiting."""
+
+    def synchronize(self) -> None:
+        """Wait until the stream has passed it."""
+
 
 _ALIGNMENT = 64
 """Bytes. Keeps each value of a packed buffer aligned for any dtype."""
@@ -29,6 +41,13 @@ _FIRST_CHUNK = 1 << 12
 def queue_copy(destination: Tensor, source: Tensor) -> None:
     """Copy without waiting, in the order of the current stream."""
     destination.copy_(source, non_blocking=True)
+
+
+def record_cuda_event() -> Event:
+    """Return an event behind everything queued so far on the current stream of the GPU."""
+    event = torch.cuda.Event()
+    event.record()
+    return event
 
 
 class _Chunk:
@@ -57,7 +76,7 @@ class _StagingBuffer:
         self._pinned = pinned
         self._chunks = [_Chunk(_FIRST_CHUNK, pinned)]
         self._used = 0
-        self.released: torch.cuda.Event | None = None
+        self.released: Event | None = None
 
     def reset(self) -> None:
         """Take every byte back; several chunks become one that is large enough for all."""
@@ -88,24 +107,32 @@ class Transfers:
     Args:
         device: Where the tensors live.
         copy: How bytes are moved.
+        record: Returns an event behind everything queued so far. By default CUDA's on a GPU; on a
+            CPU there is none, since all is done as it is queued.
     """
 
-    def __init__(self, device: torch.device, copy: Copy = queue_copy) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        copy: Copy = queue_copy,
+        record: Callable[[], Event] | None = None,
+    ) -> None:
         self.device = device
-        self._on_gpu = device.type == "cuda"
+        self._pinned = device.type == "cuda"
         self._copy = copy
-        self._ring = [_StagingBuffer(pinned=self._on_gpu) for _ in range(2)]
+        self._record = record_cuda_event if record is None and self._pinned else record
+        self._ring = [_StagingBuffer(self._pinned) for _ in range(2)]
         self._current = 0
 
     def begin_step(self) -> None:
         """Move to a staging buffer that the device no longer reads."""
-        if self._on_gpu:
-            self._ring[self._current].released = self.record()
+        if self._record is not None:
+            self._ring[self._current].released = self._record()
         following = (self._current + 1) % len(self._ring)
         released = self._ring[following].released
         if released is not None and not released.query():
             following = self._current + 1
-            self._ring.insert(following, _StagingBuffer(pinned=True))
+            self._ring.insert(following, _StagingBuffer(self._pinned))
         self._ring[following].reset()
         self._current = following
 
@@ -130,14 +157,10 @@ class Transfers:
 
         It is valid once an event that was recorded after it has passed.
         """
-        out = torch.empty(values.shape, dtype=values.dtype, pin_memory=self._on_gpu)
+        out = torch.empty(values.shape, dtype=values.dtype, pin_memory=self._pinned)
         self._copy(out, values)
         return out
 
-    def record(self) -> torch.cuda.Event | None:
-        """Return an event behind everything queued so far; None on a CPU, where nothing waits."""
-        if not self._on_gpu:
-            return None
-        event = torch.cuda.Event()
-        event.record()
-        return event
+    def record(self) -> Event | None:
+        """Return an event behind everything queued so far; None where nothing is ever late."""
+        return None if self._record is None else self._record()

@@ -59,6 +59,7 @@ class HashLM:
         self, config: RunnerConfig, num_blocks: int, windows: Sequence[int | None] | None = None
     ) -> None:
         device = config.device
+        self.vocab_size = config.vocab_size
         self._block_sizes = tuple(group.block_size for group in config.kv_groups)
         self._windows = tuple(windows or (None,) * len(config.kv_groups))
         generator = torch.Generator().manual_seed(1)

@@ -1,0 +1,227 @@
+"""One answer for every schedule: whatever the device is late with, no step changes."""
+
+from collections import Counter
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import cache
+
+import numpy as np
+import pytest
+import torch
+
+from mrv2 import KVGroup, RunnerConfig
+from mrv2_diff.late_play import Played, play_late
+from mrv2_diff.race_lane import (
+    AtRandom,
+    HeldBack,
+    HostSync,
+    LastMoment,
+    LateStream,
+    LateTransfers,
+    Prompt,
+    Queued,
+    Schedule,
+)
+from mrv2_diff.toy_host import Toy
+from mrv2_diff.toy_stories import RandomStory
+
+CONFIG = RunnerConfig(
+    device=torch.device("cpu"),
+    max_num_reqs=5,
+    max_num_tokens=40,
+    max_model_len=48,
+    vocab_size=97,
+    kv_groups=(KVGroup(block_size=4, max_blocks=12), KVGroup(block_size=8, max_blocks=6)),
+)
+WINDOWS = (None, 6)
+NUM_STEPS = 48
+LAGS = (1, 2)
+PERIOD = 11
+"""In turn, each operation of every so many is late."""
+
+
+def by_kind(kind: str) -> Callable[[Queued], bool]:
+    return lambda queued: queued.kind == kind
+
+
+def by_name(name: str) -> Callable[[Queued], bool]:
+    return lambda queued: queued.name == name
+
+
+def by_turn(phase: int) -> Callable[[Queued], bool]:
+    return lambda queued: queued.number % PERIOD == phase
+
+
+def late_by(which: Callable[[Queued], bool], num_steps: int | None) -> Callable[[], Schedule]:
+    return lambda: HeldBack(which=which, num_steps=num_steps)
+
+
+OPS = (
+    "batch.commit_step",
+    "batch.gather_tokens",
+    "batch.locate_logits",
+    "memory.staged_write",
+    "sampling.draw",
+    "state.gather_block_table",
+    "state.slot_mapping",
+)
+SCHEDULES: dict[str, Callable[[], Schedule]] = {
+    "everything to the last moment": LastMoment,
+    **{
+        f"every {kind} {'to the last moment' if steps is None else f'by {steps} steps'}": late_by(
+            by_kind(kind), steps
+        )
+        for kind in ("upload", "download", "op", "torch")
+        for steps in (1, None)
+    },
+    **{f"{name} by a step": late_by(by_name(name), 1) for name in OPS},
+    **{f"operation {phase} of {PERIOD}": late_by(by_turn(phase), 1) for phase in range(PERIOD)},
+    **{f"at random {seed}": lambda seed=seed: AtRandom(seed) for seed in range(4)},  # type: ignore[misc]
+}
+
+
+def story(seed: int) -> RandomStory:
+    return RandomStory(seed, CONFIG, most_temperature=1.2, most_logprobs=5)
+
+
+@cache
+def plain(seed: int, lag: int) -> Played:
+    return play_late(CONFIG, story(seed), NUM_STEPS, lag=lag, windows=WINDOWS)
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_no_schedule_changes_a_step(name: str) -> None:
+    seed = sorted(SCHEDULES).index(name) % 3
+    for lag in LAGS:
+        late = play_late(
+            CONFIG, story(seed), NUM_STEPS, lag=lag, schedule=SCHEDULES[name](), windows=WINDOWS
+        )
+        assert late.stream is not None
+        assert late.stream.most_behind > 0, "nothing was late"
+        assert late.differences(plain(seed, lag)) == []
+        assert late.results == late.results_at_end
+
+
+@pytest.mark.parametrize("lag", [0, *LAGS])
+def test_what_is_late_is_right_and_not_just_the_same(lag: int) -> None:
+    greedy = RandomStory(7, CONFIG)
+    late = play_late(
+        CONFIG, greedy, NUM_STEPS, lag=lag, schedule=LastMoment(), windows=WINDOWS, checked=True
+    )
+    assert sum(len(tokens) for _, tokens in late.outputs) > 80
+    assert late.outputs == late.expected
+
+
+def test_the_stories_do_all_that_can_happen_to_a_request() -> None:
+    for lag in LAGS:
+        events = Counter[str]()
+        for seed in range(3):
+            events.update(plain(seed, lag).events)
+        for event in (
+            "preempted in flight",
+            "finished in flight",
+            "rewound in flight",
+            "resumed in the same step",
+            "id used again in the same step",
+            "live and not scheduled",
+        ):
+            assert events[event] > 0, (event, events)
+
+
+def test_every_copy_and_every_op_of_a_step_is_queued() -> None:
+    stream = play_late(CONFIG, story(0), NUM_STEPS, lag=1, schedule=Prompt()).stream
+    assert stream is not None
+    names = {name for kind, name in stream.counts if kind == "op"}
+    assert set(OPS) <= names
+    assert stream.counts["upload", "copy"] > NUM_STEPS
+    assert stream.counts["download", "copy"] > NUM_STEPS
+    assert stream.most_behind == 0
+
+
+@pytest.mark.parametrize("schedule", [LastMoment, Prompt])
+def test_the_models_operations_one_by_one(schedule: Callable[[], Schedule]) -> None:
+    outputs = []
+    for stream in (None, LateStream(schedule())):
+        transfers = None if stream is None else LateTransfers(stream)
+        toy = Toy(CONFIG, windows=WINDOWS, transfers=transfers)
+        with stream or nullcontext():
+            toy.play(story(4), 20, lag=1)
+        outputs.append(toy.outputs())
+    assert outputs[0] == outputs[1]
+
+
+# What the lane sees: each fault that it is there for, in a few lines.
+
+
+@pytest.fixture
+def stream() -> LateStream:
+    return LateStream(LastMoment())
+
+
+def test_an_output_that_nobody_waited_for_holds_poison(stream: LateStream) -> None:
+    transfers = LateTransfers(stream)
+    with stream:
+        doubled = transfers.upload(np.array([1, 2], dtype=np.int64)) * 2
+        on_host, ready = transfers.download(doubled), transfers.record()
+        assert on_host.tolist() == [-77, -77]
+        assert ready is not None
+        assert not ready.query()
+        ready.synchronize()
+        assert ready.query()
+        assert on_host.tolist() == [2, 4]
+
+
+def test_an_upload_reads_what_the_host_held_and_a_view_what_it_holds(stream: LateStream) -> None:
+    values = np.array([1, 2], dtype=np.int64)
+    with stream:
+        staged = LateTransfers(stream).upload(values)
+        live = torch.from_numpy(values) + 0
+        values[:] = 9
+        stream.drain()
+    assert staged.tolist() == [1, 2]
+    assert live.tolist() == [9, 9]
+
+
+WAITS: dict[str, Callable[[torch.Tensor], object]] = {
+    "item": lambda tensor: tensor[0].item(),
+    "truth": lambda tensor: bool(tensor.sum() > 0),
+    "nonzero": torch.nonzero,
+    "mask": lambda tensor: tensor[tensor > 0],
+    "masked write": lambda tensor: tensor.__setitem__(tensor > 0, 1),
+    "repeat": lambda tensor: torch.repeat_interleave(tensor),
+}
+
+
+@pytest.mark.parametrize("name", WAITS)
+def test_a_wait_is_refused(stream: LateStream, name: str) -> None:
+    tensor = torch.arange(3)
+    with stream, pytest.raises(HostSync, match="needs values of the device"):
+        WAITS[name](tensor)
+
+
+def test_operations_keep_their_order(stream: LateStream) -> None:
+    tensor = torch.zeros(3)
+    with stream:
+        tensor.add_(1)
+        tensor[1:].mul_(5)
+        doubled = tensor * 2
+        top = tensor.topk(1)
+        tensor.zero_()
+        stream.drain()
+    assert tensor.tolist() == [0, 0, 0]
+    assert doubled.tolist() == [2, 10, 10]
+    assert top.values.tolist() == [5]
+
+
+def test_what_stands_behind_a_late_operation_waits_with_it() -> None:
+    late = LateStream(HeldBack(which=by_name("aten::mul_"), num_steps=2))
+    tensor = torch.ones(1)
+    seen = []
+    with late:
+        tensor.add_(1)
+        tensor.mul_(10)
+        tensor.add_(1)
+        for _ in range(3):
+            seen.append(tensor.tolist())
+            late.begin_step()
+    assert seen == [[2], [2], [21]]
