@@ -202,7 +202,7 @@ SECTIONS_WITHOUT_RULES: dict[str, str] = {
     "load_config": "vLLM's model loaders read it",
     "mamba_config": "state-space models are refused by their model_config",
     "kernel_config": "the model's layers and vLLM's warm-up read it",
-    "structured_outputs_config": "acts where a request uses it, and such requests are refused",
+    "structured_outputs_config": "the scheduler's grammars read it",
     "logging_config": "vLLM's logging reads it",
     "quant_config": "the model's layers read it",
     "profiler_config": "the worker reads it",
@@ -233,7 +233,17 @@ _V2_ONLY_PATHS = (
     "aux_output_config.enabled",
 )
 
-SERVED_BY_RUNNER = frozenset({"temperature", "seed", "logprobs"})
+SERVED_BY_RUNNER = frozenset(
+    {
+        "allowed_token_ids",
+        "logit_bias",
+        "logprobs",
+        "min_tokens",
+        "seed",
+        "structured_outputs",
+        "temperature",
+    }
+)
 """Fields of SamplingParams that the runner acts on."""
 
 SCHEDULER_OR_FRONTEND = frozenset(
@@ -280,14 +290,10 @@ REQUEST_RULES: tuple[Rule, ...] = (
     _neutral("presence_penalty", 0.0),
     _neutral("frequency_penalty", 0.0),
     _neutral("repetition_penalty", 1.0),
-    Rule("min_tokens", "a least number of tokens", _is_off, _ASK_LESS),
     Rule("prompt_logprobs", "logprobs of the prompt", _is_none, _ASK_LESS),
     Rule("prompt_logprob_token_ids", "logprobs of given prompt tokens", _is_none, _ASK_LESS),
     Rule("prompt_logprob_start", "logprobs of the prompt", _is_none, _ASK_LESS),
     Rule("logprob_token_ids", "logprobs of given tokens", _is_none, _ASK_LESS),
-    Rule("structured_outputs", "structured outputs", _is_none, _ASK_LESS),
-    Rule("logit_bias", "logit bias", _is_off, _ASK_LESS),
-    Rule("allowed_token_ids", "allowed tokens", _is_none, _ASK_LESS),
     Rule("bad_words", "bad words", _is_off, _ASK_LESS),
     Rule("_bad_words_token_ids", "bad words", _is_off, _ASK_LESS),
     Rule("extra_args", "extra arguments", _is_off, _ASK_LESS),

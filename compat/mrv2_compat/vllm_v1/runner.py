@@ -46,6 +46,7 @@ from mrv2_compat.vllm_v1.attention import (
     create_builders,
 )
 from mrv2_compat.vllm_v1.config import runner_config
+from mrv2_compat.vllm_v1.grammar_in import grammar_mask
 from mrv2_compat.vllm_v1.kv_cache import KVCaches, kv_cache_spec
 from mrv2_compat.vllm_v1.ledger import RequestLedger
 from mrv2_compat.vllm_v1.model import VllmModel
@@ -232,15 +233,17 @@ class VllmRunner:
         """Queue sampling, copies and commit of the step in flight.
 
         Args:
-            grammar_output: Must be None: structured outputs are refused when a request enters.
+            grammar_output: What grammars allow in this step; None where they constrain nothing.
             forced: One token for each logit of the step, committed in place of the drawn ones
                 (teacher forcing).
         """
         if self._step is None:
             return EMPTY_MODEL_RUNNER_OUTPUT
-        if grammar_output is not None:
-            raise UnsupportedByRunner(["structured outputs: send the request without them"])
-        pending = self._require_core().sample(self._step, forced)
+        core, layout = self._require_core(), self._step.batch.layout
+        grammar = grammar_mask(
+            grammar_output, layout.req_ids, layout.cu_num_logits, core.config.vocab_size
+        )
+        pending = core.sample(self._step, forced, grammar)
         self._step = None
         if self.scheduler_config.async_scheduling:
             return AsyncOutput(pending)

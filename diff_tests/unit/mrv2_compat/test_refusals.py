@@ -80,6 +80,7 @@ def test_kv_cache_kinds_are_refused_once_each_with_a_layer() -> None:
         {"top_k": -1, "top_p": 1.0, "detokenize": False, "flat_logprobs": True},
         {"temperature": 0.0, "top_p": 0.5},
         {"logit_bias": {}, "bad_words": []},
+        {"logit_bias": {1: 2.0}, "allowed_token_ids": [1], "min_tokens": 2},
     ],
 )
 def test_served_requests(asked: dict[str, Any]) -> None:
@@ -98,11 +99,8 @@ def test_served_requests(asked: dict[str, Any]) -> None:
         {"presence_penalty": 0.5},
         {"frequency_penalty": -0.5},
         {"repetition_penalty": 1.1},
-        {"min_tokens": 2},
         {"prompt_logprobs": 0},
         {"logprob_token_ids": [1]},
-        {"logit_bias": {1: 2.0}},
-        {"allowed_token_ids": [1]},
         {"bad_words": ["x"]},
         {"extra_args": {"a": 1}},
         {"thinking_token_budget": 10},
@@ -120,12 +118,9 @@ def test_refused_requests_name_the_parameter_and_the_remedy(asked: dict[str, Any
 
 
 @pytest.mark.vllm
-def test_structured_outputs_pooling_and_other_inputs_are_refused() -> None:
+def test_pooling_and_other_inputs_are_refused() -> None:
     from vllm import PoolingParams, SamplingParams
-    from vllm.sampling_params import StructuredOutputsParams
 
-    structured = SamplingParams(structured_outputs=StructuredOutputsParams(regex="a"))
-    assert "structured outputs" in str(refusals.request_refusals(structured)[0])
     assert "pooling (PoolingParams)" in str(refusals.request_refusals(PoolingParams())[0])
     for kind in ("embeds", "multimodal", "enc_dec"):
         (refusal,) = refusals.request_refusals(SamplingParams(), {"type": kind})
