@@ -2,8 +2,13 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal
 
 from mrv2_diff.models.spec import ModelSpec
+from mrv2_diff.verdict import Verdict
+
+_MAPPINGS = frozenset({"logit_bias", "extra_args", "structured_outputs"})
+"""Options whose value is a mapping, written as pairs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +47,18 @@ class Add:
     seed: int | None = None
     logprobs: int | None = None
     options: tuple[tuple[str, object], ...] = ()
-    """Further sampling parameters by vLLM's name; a list is a tuple here."""
+    """Further sampling parameters by vLLM's name. A list is a tuple here, a mapping its pairs.
+
+    `bad_words` are token ids, since the engine has no tokenizer.
+    """
+
+    @property
+    def further(self) -> dict[str, object]:
+        """The options with their mappings as mappings; lists remain tuples."""
+        return {
+            name: dict(value) if name in _MAPPINGS and isinstance(value, tuple) else value
+            for name, value in self.options
+        }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,6 +70,23 @@ class Abort:
 
 
 Event = Add | Abort
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Departure:
+    """Where the reference is expected to leave what is right, and the candidate is not.
+
+    It excuses nothing by itself: in each row the reference must be shown to differ from the right
+    value, which is computed from its own logits, and the candidate to have it. A case in which that
+    never happens does not pass.
+    """
+
+    value: Literal["processed_logits", "logprobs"]
+    """The first value of the chain that differs; what follows from it in the row is not compared
+    with the reference either."""
+    verdict: Literal[Verdict.REFERENCE_WRONG, Verdict.KNOWN_DIFFERENCE]
+    why: str
+    """What the reference does, in a few words, or the decision record that says why we do not."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,6 +105,7 @@ class Case:
 
     A run without them proves nothing.
     """
+    departure: Departure | None = None
 
     @property
     def deterministic(self) -> bool:

@@ -6,6 +6,8 @@ No runner and no vLLM here, so that every way to judge can be tested by hand.
 from dataclasses import dataclass, field
 
 from mrv2_diff.case import Add, Case, Event
+from mrv2_diff.compare import right as right_rows
+from mrv2_diff.compare.right import Effects, RightRows, compare_right
 from mrv2_diff.compare.steps import Expectations, compare_ledgers, compare_step
 from mrv2_diff.compare.tally import Place, Tally
 from mrv2_diff.observation import Observation
@@ -26,6 +28,9 @@ _ALWAYS = (
 
 _FLOATS = frozenset({"logits", "processed_logits", "logprobs"})
 """Values of which nothing can be said where the noise is too large or V1's are not finite."""
+
+MAX_NEAR_TIES = 0.01
+"""Most tokens that may be near ties, of those that were compared. More are no accident."""
 
 MAX_FLOOR = {"float32": 64.0, "bfloat16": 8.0, "float16": 8.0}
 """Largest noise floor that a verdict may rest on, in units of the dtype's epsilon at the row's
@@ -49,6 +54,7 @@ class Outcome:
     """Sum over compared steps of the requests scheduled in them."""
     events: dict[str, int] = field(default_factory=dict)
     logit_diffs: list[float] = field(default_factory=list)
+    effects: Effects = field(default_factory=Effects)
     crash: str | None = None
     inconclusive: str | None = None
     """Why nothing can be said."""
@@ -59,6 +65,9 @@ class Outcome:
 def judge(case: Case, outcome: Outcome) -> tuple[Verdict, str]:
     """Return the verdict on a case and one sentence about it."""
     first = outcome.tally.first
+    ignored = outcome.effects.ignored()
+    if ignored and (first is None or first.value in ("processed_logits", right_rows.VALUE)):
+        return Verdict.IGNORED, _ignored(ignored)
     if first is not None and first.value not in _FLOATS:  # a crash that follows is a consequence
         return _fault(first)
     if first is None and outcome.crash is not None:
@@ -72,11 +81,34 @@ def judge(case: Case, outcome: Outcome) -> tuple[Verdict, str]:
     absent = _absent(case, outcome)
     if absent:
         return Verdict.MISSING, f"nothing was compared of: {', '.join(absent)}"
-    if outcome.tally.near_ties:
-        ties = outcome.tally.near_ties
-        return Verdict.NEAR_TIE, f"{ties} tokens differ where two logits lie within the floor"
-    total = sum(item.compared for item in outcome.tally.totals.values())
-    return Verdict.MATCH, f"{total} values agree over {outcome.request_steps} request-steps"
+    return _agreement(case, outcome.tally, outcome.request_steps)
+
+
+def _agreement(case: Case, tally: Tally, request_steps: int) -> tuple[Verdict, str]:
+    """Return the verdict where nothing is wrong of the candidate."""
+    tokens = tally.totals["tokens"].compared if "tokens" in tally.totals else 0
+    if tally.near_ties > MAX_NEAR_TIES * tokens:
+        return Verdict.WRONG_VALUE, (
+            f"{tally.near_ties} of {tokens} tokens differ where two logits lie within the floor; "
+            f"at most {MAX_NEAR_TIES:.0%} may"
+        )
+    if case.departure is not None:
+        rows = f"{tally.departed} rows of {case.departure.value}"
+        return case.departure.verdict, f"in {rows} only V1 is off its right value: " + (
+            case.departure.why
+        )
+    if tally.near_ties:
+        return Verdict.NEAR_TIE, (
+            f"{tally.near_ties} of {tokens} tokens differ where two logits lie within the floor"
+        )
+    total = sum(item.compared for item in tally.totals.values())
+    return Verdict.MATCH, f"{total} values agree over {request_steps} request-steps"
+
+
+def _ignored(ignored: dict[str, list[str]]) -> str:
+    names = {"reference": "V1", "candidate": "the candidate"}
+    parts = [f"{', '.join(what)} in {names[side]}" for side, what in ignored.items()]
+    return f"no logit was changed by {'; '.join(parts)}"
 
 
 def _fault(first: Divergence) -> tuple[Verdict, str]:
@@ -90,6 +122,7 @@ def add_step(
     expected: Expectations,
     reference: Observation | None,
     candidate: Observation | None,
+    right: RightRows | None = None,
 ) -> None:
     """Add one step's observations to an outcome; a step that only one side has is a divergence.
 
@@ -99,6 +132,8 @@ def add_step(
         expected: What the case says of its requests.
         reference: None for a step without tokens.
         candidate: None for a step without tokens, or if the candidate returned nothing.
+        right: The right values of the pass, with the tokens before this step; receives its tokens.
+            None compares the two with each other only.
     """
     if outcome.tally.stopped or (reference is None and candidate is None):
         return
@@ -106,7 +141,10 @@ def add_step(
         who = "V1" if candidate is None else "the candidate"
         outcome.tally.missing(place, f"only {who} ran this step")
         return
-    compare_step(outcome.tally, place, expected, reference, candidate)
+    compare_step(outcome.tally, place, expected, reference, candidate, right)
+    if right is not None and sorted(reference.draw_ids) == sorted(candidate.draw_ids):
+        compare_right(outcome.tally, place, right, "reference", reference)
+        compare_right(outcome.tally, place, right, "candidate", candidate)
     outcome.request_steps += len(reference.req_ids)
     outcome.logit_diffs.append(outcome.tally.step_logit_diff)
     counts = outcome.draws_compared
@@ -138,6 +176,23 @@ def floor_fault(floor: dict[str, float], dtype: str) -> str | None:
     return None
 
 
+def right_values_of(case: Case, effects: Effects) -> RightRows | None:
+    """Return the right values of a pass over a case; None where no parameter changes a logit.
+
+    Args:
+        case: The case.
+        effects: Receives which parameters had one.
+    """
+    events = case.workload()
+    parameters = right_rows.parameters_of(events)
+    logprobs = right_rows.logprobs_of(events)
+    if not logprobs and all(each is not None and not each.in_use for each in parameters.values()):
+        return None
+    return RightRows(
+        parameters=parameters, logprobs=logprobs, effects=effects, departure=case.departure
+    )
+
+
 def expectations(events: tuple[Event, ...]) -> Expectations:
     """Return what a workload says about its requests."""
     adds = [event for event in events if isinstance(event, Add)]
@@ -152,6 +207,12 @@ def _absent(case: Case, outcome: Outcome) -> list[str]:
     absent += [
         f"events of kind {kind}" for kind in sorted(case.expects) if not outcome.events.get(kind)
     ]
+    if case.departure is not None and not outcome.tally.departed:
+        absent.append(f"rows in which V1 is expected to be wrong ({case.departure.why})")
+    absent += [
+        f"rows that {name} could change"
+        for name in sorted(_parameters_in_use(case) - outcome.effects.possible)
+    ]
     counts = outcome.draws_compared
     absent += [f"the pass {mode!r}" for mode in outcome.modes if not counts.get(mode)]
     return absent
@@ -164,7 +225,14 @@ def _expected_values(case: Case) -> list[str]:
         values.append("tokens")
     if any(count is not None for count in expected.num_logprobs.values()):
         values += ["logprobs", "ranks"]
+    if right_values_of(case, Effects()) is not None:
+        values.append(right_rows.VALUE)
     return values
+
+
+def _parameters_in_use(case: Case) -> set[str]:
+    parameters = right_rows.parameters_of(case.workload()).values()
+    return {name for each in parameters if each is not None for name in each.in_use}
 
 
 def _compared(outcome: Outcome, value: str) -> int:
@@ -175,6 +243,8 @@ def _compared(outcome: Outcome, value: str) -> int:
 def _sentence(first: Divergence) -> str:
     where = f"step {first.step} ({first.mode})"
     whose = f" of {first.req_id} at {first.index}" if first.req_id else ""
+    if first.value == right_rows.VALUE and first.reference:
+        return f"{where}: {first.value}{whose} is {first.candidate}, right is {first.reference}"
     if not first.reference:
         return f"{where}: {first.value}: {first.candidate}"
     return f"{where}: {first.value}{whose} is {first.candidate}, V1 has {first.reference}"

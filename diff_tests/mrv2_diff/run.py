@@ -17,10 +17,20 @@ from pathlib import Path
 from mrv2.errors import ConfigError, UnsupportedByRunner
 from mrv2_diff import instruments, noise
 from mrv2_diff.case import Abort, Add, Case, EngineSpec, Event
+from mrv2_diff.compare import right
+from mrv2_diff.compare.right import RightRows
 from mrv2_diff.compare.steps import compare_step
 from mrv2_diff.compare.tally import Place, Tally
 from mrv2_diff.environment import collect
-from mrv2_diff.judge import Outcome, add_ledgers, add_step, expectations, floor_fault, judge
+from mrv2_diff.judge import (
+    Outcome,
+    add_ledgers,
+    add_step,
+    expectations,
+    floor_fault,
+    judge,
+    right_values_of,
+)
 from mrv2_diff.lockstep.engine import LockstepEngine
 from mrv2_diff.lockstep.worker import HarnessError, Pass, StepReport
 from mrv2_diff.models.checkpoint import cached_model
@@ -99,8 +109,8 @@ class _Bench:
             self._stack.close()
             self._engine = None
             outcome = Outcome(Tally(None), crash=traceback.format_exc(limit=-6))
-            summary = "the reference or its engine failed"
-            return self._record(case, outcome, Verdict.REFERENCE_CRASHED, summary)
+            summary = "the reference or its engine failed, where no case expects it"
+            return self._record(case, outcome, Verdict.INCONCLUSIVE, summary)
         return self._record(case, outcome, *judge(case, outcome))
 
     def _ready(self) -> LockstepEngine:
@@ -120,6 +130,7 @@ class _Bench:
         if self._floor is None:
             self._floor = measure_floor(engine)
         bounds = {value: noise.MARGIN * floor for value, floor in self._floor.items()}
+        bounds[right.VALUE] = right.BOUND
         outcome = Outcome(Tally(bounds), inconclusive=floor_fault(self._floor, engine.dtype))
         events, candidate = case.workload(), self._request.pair[1]
         for mode, schedule in _modes(case, self._request.pair):
@@ -147,6 +158,7 @@ class _Bench:
         outcome.modes.append(place.mode)
         outcome.tally.stopped = False
         first = len(outcome.modes) == 1
+        values = right_values_of(case, outcome.effects)
 
         def listen(report: StepReport) -> None:
             place.step = report.number
@@ -154,9 +166,13 @@ class _Bench:
             outcome.steps += 1
             if first:
                 _count_events(outcome.events, report)
+            if values is not None:
+                _announce(values, report)
             if report.candidate_ran:
-                add_step(outcome, place, expected, report.reference, report.candidate)
+                add_step(outcome, place, expected, report.reference, report.candidate, values)
                 add_ledgers(outcome, place, report.ledgers)
+            if values is not None and report.reference is not None:
+                values.commit(report.reference)
 
         candidate = self._request.pair[1]
         settings = Pass(
@@ -242,6 +258,13 @@ def _modes(case: Case, pair: tuple[str, str]) -> list[tuple[str, str]]:
             if not (seeded and schedule == "other chunks")
         )
     return modes
+
+
+def _announce(values: RightRows, report: StepReport) -> None:
+    """Begin the requests that are new in a step; one that is resumed goes on."""
+    for request in report.scheduler_output.scheduled_new_reqs:
+        params = request.sampling_params
+        values.arrive(request.req_id, request.prompt_token_ids, params.all_stop_token_ids)
 
 
 def _count_events(events: dict[str, int], report: StepReport) -> None:

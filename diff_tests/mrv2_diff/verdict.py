@@ -5,16 +5,22 @@ from enum import StrEnum
 
 
 class Verdict(StrEnum):
-    """The outcome of one case. Only `MATCH`, `NEAR_TIE` and `KNOWN_DIFFERENCE` are no failure."""
+    """The outcome of one case.
+
+    A run passes with the first five. The last three of these are never a default: a case names what
+    it expects, and an independent right value must show it.
+    """
 
     MATCH = "MATCH"
     """Every compared value agrees within its floor."""
     NEAR_TIE = "NEAR_TIE"
-    """Tokens differ only where their logits lie inside the measured floor."""
+    """Tokens differ only where their logits lie inside the measured floor, and not many."""
     KNOWN_DIFFERENCE = "KNOWN_DIFFERENCE"
-    """Differs as a decision record says it does."""
+    """Differs as a decision record says it does, and has the value that the record means."""
     REFERENCE_WRONG = "REFERENCE_WRONG"
+    """V1 is off the right value, which is computed apart from both, and the candidate has it."""
     REFERENCE_CRASHED = "REFERENCE_CRASHED"
+    """V1 raises, alone in its process, and the candidate does the same work right."""
     WRONG_SHAPE = "WRONG_SHAPE"
     WRONG_VALUE = "WRONG_VALUE"
     MISSING = "MISSING"
@@ -27,7 +33,8 @@ class Verdict(StrEnum):
     CRASHED = "CRASHED"
     TIMED_OUT = "TIMED_OUT"
     INCONCLUSIVE = "INCONCLUSIVE"
-    """The noise is larger than the bound."""
+    """Nothing can be said: the noise is larger than the bound, or the reference failed where no
+    case expects it."""
     NOT_RUN = "NOT_RUN"
 
     @property
@@ -36,7 +43,15 @@ class Verdict(StrEnum):
         return self in _PASSES
 
 
-_PASSES = frozenset({Verdict.MATCH, Verdict.NEAR_TIE, Verdict.KNOWN_DIFFERENCE})
+_PASSES = frozenset(
+    {
+        Verdict.MATCH,
+        Verdict.NEAR_TIE,
+        Verdict.KNOWN_DIFFERENCE,
+        Verdict.REFERENCE_WRONG,
+        Verdict.REFERENCE_CRASHED,
+    }
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,7 +6,7 @@ rank are held against the reference's *logits* at the token that the candidate c
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -14,6 +14,14 @@ import numpy.typing as npt
 import torch
 from deepdiff import DeepDiff
 
+from mrv2_diff.compare.right import (
+    RightRows,
+    Wanted,
+    excused,
+    row_sizes,
+    same_logits,
+    wanted_values,
+)
 from mrv2_diff.compare.tally import FloatArray, Place, Tally
 from mrv2_diff.observation import Ints, Observation, token_index
 
@@ -29,6 +37,13 @@ class Expectations:
     num_logprobs: Mapping[str, int | None]
     """Logprobs that each request asked for; -1 for the whole vocabulary."""
 
+    def without(self, req_ids: frozenset[str]) -> "Expectations":
+        """Return the expectations with no logprobs of some requests."""
+        if not req_ids:
+            return self
+        kept = {req_id: n for req_id, n in self.num_logprobs.items() if req_id not in req_ids}
+        return replace(self, num_logprobs=kept)
+
 
 def compare_step(
     tally: Tally,
@@ -36,8 +51,19 @@ def compare_step(
     expected: Expectations,
     reference: Observation,
     candidate: Observation,
+    right: RightRows | None = None,
 ) -> None:
-    """Add one step to a tally."""
+    """Add one step to a tally.
+
+    Args:
+        tally: Receives the comparison.
+        place: Mode and step.
+        expected: What the case says of its requests.
+        reference: The reference's step.
+        candidate: The candidate's.
+        right: Says what rounding leaves open, and where the reference departs; None takes the
+            reference at its word.
+    """
     if sorted(reference.req_ids) != sorted(candidate.req_ids):
         tally.structure(
             "output", place, 1, [f"requests {candidate.req_ids} in place of {reference.req_ids}"]
@@ -53,7 +79,7 @@ def compare_step(
         [candidate.draw_ids.index(req_id) for req_id in reference.draw_ids], dtype=np.int64
     )
     if len(rows):
-        _compare_draws(tally, place, expected, reference, candidate, rows)
+        _compare_draws(tally, place, expected, reference, candidate, rows, right)
 
 
 def compare_ledgers(tally: Tally, place: Place, reference: Ledger, candidate: Ledger) -> None:
@@ -88,6 +114,7 @@ def _compare_draws(
     reference: Observation,
     candidate: Observation,
     rows: Ints,
+    right: RightRows | None,
 ) -> None:
     owners = reference.draw_ids
     outside = [int(token) for token in candidate.tokens if not 0 <= token < _vocab_size(reference)]
@@ -95,27 +122,40 @@ def _compare_draws(
         tally.structure("tokens", place, 0, [f"tokens {outside} are outside the vocabulary"])
         return
     logits = reference.logits.numpy().astype(np.float64)
-    scale = _scale(logits)
     tally.close(
-        "logits", place, owners, logits, candidate.logits.numpy()[rows].astype(np.float64), scale
+        "logits",
+        place,
+        owners,
+        logits,
+        candidate.logits.numpy()[rows].astype(np.float64),
+        row_sizes(logits),
     )
-    processed = reference.processed_logits.numpy().astype(np.float64)
+    same = same_logits(reference, candidate, rows)
+    wanted = wanted_values(right, tally.bound("logits") or 0.0, reference, same)
     theirs = candidate.processed_logits.numpy()[rows].astype(np.float64)
-    tally.close("processed_logits", place, owners, processed, theirs, _scale(processed))
+    if theirs.shape == wanted.processed.shape:
+        theirs = excused(wanted.undecided, wanted.processed, theirs)
+    tally.close("processed_logits", place, owners, wanted.processed, theirs, wanted.size)
     greedy = np.array(
         [index for index, owner in enumerate(owners) if owner in expected.greedy], dtype=np.int64
     )
     tally.not_finite += int((~np.isfinite(logits)).sum())
-    tokens = _without_near_ties(tally, place, reference, candidate.tokens[rows], greedy, scale)
+    tally.departed += len(wanted.logprobs_departed)
+    tokens = _without_near_ties(tally, place, wanted, candidate.tokens[rows], greedy)
     tally.exact(
         "tokens",
         place,
         [owners[index] for index in greedy],
-        reference.tokens[greedy],
+        wanted.tokens[greedy],
         tokens[greedy],
     )
-    _compare_logprobs(tally, place, expected, reference, candidate, rows)
+    departed = frozenset(owners[row] for row in wanted.logprobs_departed)
+    _compare_logprobs(tally, place, expected.without(departed), reference, candidate, rows)
     has, gives = _structure(expected, reference), _structure(expected, candidate)
+    for (
+        req_id
+    ) in departed:  # the reference's are wrong; the candidate's are held against right ones
+        has[req_id]["logprobs"] = gives[req_id]["logprobs"] = None
     differences = [] if has == gives else _differences(has, gives)
     tally.structure("output", place, sum(map(len, has.values())), differences)
     if not np.array_equal(candidate.tokens, candidate.drawn):
@@ -128,27 +168,24 @@ def _vocab_size(observation: Observation) -> int:
 
 
 def _without_near_ties(
-    tally: Tally,
-    place: Place,
-    reference: Observation,
-    tokens: Ints,
-    greedy: Ints,
-    scale: FloatArray,
+    tally: Tally, place: Place, wanted: Wanted, tokens: Ints, greedy: Ints
 ) -> Ints:
     """Return the candidate's tokens, those that lost by no more than rounding replaced."""
-    bound = tally.bound("logits")
+    bound = tally.bound("processed_logits")
     if bound is None:  # the reference beside itself, to measure: rounding may turn a token
-        return reference.tokens
-    differing = greedy[reference.tokens[greedy] != tokens[greedy]]
+        return wanted.tokens
+    differing = greedy[wanted.tokens[greedy] != tokens[greedy]]
     if not len(differing):
         return tokens
-    logits = reference.logits.numpy()
-    gaps = logits[differing, reference.tokens[differing]] - logits[differing, tokens[differing]]
-    tied = differing[np.abs(gaps) <= bound * np.spacing(scale[differing].astype(np.float32))]
+    chosen, other = (differing, wanted.tokens[differing]), (differing, tokens[differing])
+    with np.errstate(invalid="ignore"):  # two that are cut
+        gaps = np.abs(wanted.processed[chosen] - wanted.processed[other])
+    size = np.maximum(wanted.size[chosen], wanted.size[other])
+    tied = differing[gaps <= bound * np.spacing(size.astype(np.float32))]
     tally.near_ties += len(tied)
     tally.stopped |= len(tied) > 0 and place.mode.startswith("free")
     tokens = tokens.copy()
-    tokens[tied] = reference.tokens[tied]
+    tokens[tied] = wanted.tokens[tied]
     return tokens
 
 
@@ -175,7 +212,7 @@ def _compare_logprobs(
         drawn = ours.values[row, 0] if same_token else normalised[row, token]
         expected_values = np.concatenate(([drawn], ours.values[row, 1 : 1 + count]))
         values = theirs.values[rows[row], : 1 + count]
-        scale = _scale(reference.logits[row : row + 1].numpy().astype(np.float64))
+        scale = row_sizes(reference.logits[row : row + 1].numpy().astype(np.float64))
         tally.close("logprobs", place, [owner], _row(expected_values), _row(values), scale)
         ids = theirs.token_ids[rows[row], : 1 + count]
         tally.exact("output", place, [owner], np.array([token]), ids[:1])
@@ -234,16 +271,6 @@ def _num_distinct(observation: Observation, row: int, wanted: int | None) -> int
         return None
     count = logprobs.token_ids.shape[1] - 1 if wanted == -1 else wanted
     return len(set(logprobs.token_ids[row, 1 : 1 + count].tolist()))
-
-
-def _scale(logits: FloatArray) -> FloatArray:
-    """Return the size of each row's largest finite logit, [num_rows].
-
-    At least 1, below which spacings mean little.
-    """
-    finite = np.where(np.isfinite(logits), np.abs(logits), 0.0)
-    scale: FloatArray = np.maximum(finite.max(axis=1), 1.0)
-    return scale
 
 
 def _row(values: Any) -> FloatArray:

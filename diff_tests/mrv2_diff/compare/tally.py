@@ -20,6 +20,7 @@ CHAIN = (
     "slots",
     "logits",
     "processed_logits",
+    "right_values",
     "tokens",
     "logprobs",
     "ranks",
@@ -82,6 +83,8 @@ class Tally:
 
     The runners now see different tokens, and nothing more can be compared in it.
     """
+    departed: int = 0
+    """Rows in which the reference was shown to be wrong where its case expects it."""
     step_logit_diff: float = 0.0
     """Largest difference of a logit, in spacings, in the step that was compared last."""
 
@@ -130,7 +133,8 @@ class Tally:
             owners: Request of each row.
             reference: [num_rows, num_columns].
             candidate: Same shape.
-            scale: [num_rows]. Size of each row's largest logit, at which a spacing is measured.
+            scale: [num_rows], size of each row's largest logit, at which a spacing is measured; or
+                [num_rows, num_columns], a size for each value.
         """
         bound = self.bound(value)
         policy = (
@@ -148,7 +152,8 @@ class Tally:
         if np.array_equal(reference, candidate):
             return
         difference = _difference(reference, candidate)
-        spacings = difference / np.spacing(scale.astype(np.float32)).astype(np.float64)[:, None]
+        sizes = scale if scale.ndim == 2 else scale[:, None]
+        spacings = difference / np.spacing(sizes.astype(np.float32)).astype(np.float64)
         largest = float(difference.max())
         total.max_abs_diff = max(total.max_abs_diff, largest)
         total.required = max(total.required, float(spacings.max()))

@@ -97,15 +97,18 @@ class LockstepEngine:
         self._core.add_request(*self._core.preprocess_add_request(self._request(event)))
 
     def _request(self, event: Add) -> Any:
+        further = {name: _plain(value) for name, value in event.further.items()}
+        bad_words = further.pop("bad_words", None)
         params = SamplingParams(
             max_tokens=event.max_tokens,
             temperature=event.temperature,
             seed=event.seed,
             logprobs=event.logprobs,
-            ignore_eos=True,
             detokenize=False,
-            **{name: _plain(value) for name, value in event.options},
+            **({"ignore_eos": True} | further),
         )
+        if bad_words is not None:  # what vLLM would make of words with a tokenizer
+            params._bad_words_token_ids = bad_words
         prompt = {"prompt_token_ids": [token % self.vocab_size for token in event.prompt]}
         return self._engine.input_processor.process_inputs(
             event.req_id, prompt, params, ("generate",)
@@ -129,13 +132,9 @@ class LockstepEngine:
         cleanup_dist_env_and_memory()
 
 
-def _plain(value: object) -> object:
-    """Return an option's value as vLLM takes it: tuples of pairs are dicts, other tuples lists."""
-    if not isinstance(value, tuple):
-        return value
-    if value and all(isinstance(item, tuple) and len(item) == 2 for item in value):
-        return {key: _plain(item) for key, item in value}
-    return [_plain(item) for item in value]
+def _plain(value: object) -> Any:
+    """Return an option's value as vLLM takes it: tuples are lists."""
+    return [_plain(item) for item in value] if isinstance(value, tuple) else value
 
 
 @contextmanager

@@ -151,7 +151,9 @@ def test_the_exit_code_is_0_only_where_nothing_failed(
     fake: FakeHarness, tmp_path: Path, verdict: Verdict, capsys: Capture
 ) -> None:
     fake.verdicts["seeded"] = verdict
-    passes = verdict in (Verdict.MATCH, Verdict.NEAR_TIE, Verdict.KNOWN_DIFFERENCE)
+    agreed = (Verdict.MATCH, Verdict.NEAR_TIE)
+    shown = (Verdict.KNOWN_DIFFERENCE, Verdict.REFERENCE_WRONG, Verdict.REFERENCE_CRASHED)
+    passes = verdict in (*agreed, *shown)
     assert fake("run", "--out", tmp_path) == (0 if passes else 1)
     assert ("what happened" in capsys.readouterr().out) == (not passes)
 

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from mrv2_diff.case import Abort, Add, Case, EngineSpec
+from mrv2_diff.compare.right import RightRows
 from mrv2_diff.compare.tally import CHAIN, Place, Tally
 from mrv2_diff.judge import (
     MAX_FLOOR,
@@ -17,6 +18,7 @@ from mrv2_diff.judge import (
     expectations,
     floor_fault,
     judge,
+    right_values_of,
 )
 from mrv2_diff.models.spec import ModelSpec
 from mrv2_diff.observation import Observation
@@ -26,7 +28,7 @@ Observe = Callable[..., Observation]
 
 EVENTS = (
     Add(step=0, req_id="a", prompt=(1, 2), max_tokens=3, logprobs=3),
-    Add(step=0, req_id="b", prompt=(3,), max_tokens=3, temperature=0.5, seed=1),
+    Add(step=0, req_id="b", prompt=(3,), max_tokens=3, temperature=1.0, seed=1),
 )
 CASE = Case(
     id="made-up",
@@ -44,8 +46,18 @@ SPACING_AT_6 = 2.0**-21
 
 
 def _outcome(**changes: Any) -> Outcome:
-    bounds = dict.fromkeys(("logits", "processed_logits", "logprobs"), 4.0)
+    floats = ("logits", "processed_logits", "right_values", "logprobs")
+    bounds = dict.fromkeys(floats, 4.0)
     return dataclasses.replace(Outcome(Tally(bounds), events={"preemptions": 1}), **changes)
+
+
+def _right(outcome: Outcome, case: Case = CASE) -> RightRows:
+    """Return the right values of requests that have drawn nothing yet."""
+    right = right_values_of(case, outcome.effects)
+    assert right is not None
+    right.arrive("a", (1, 2), {5})
+    right.arrive("b", (3,), {5})
+    return right
 
 
 def _run(
@@ -54,11 +66,14 @@ def _run(
     candidate: Observation | None,
     mode: str = "forced",
     num_steps: int = 3,
+    *,
+    plain: bool = False,
 ) -> Outcome:
-    """Add a pass of equal steps."""
+    """Add a pass of equal steps; a plain one has no parameter and no logprobs to be right."""
     outcome.modes.append(mode)
+    right = None if plain else _right(outcome)
     for step in range(num_steps):
-        add_step(outcome, Place(mode, step), EXPECTED, reference, candidate)
+        add_step(outcome, Place(mode, step), EXPECTED, reference, candidate, right)
         add_ledgers(outcome, Place(mode, step), LEDGERS)
     return outcome
 
@@ -105,7 +120,7 @@ def test_values_that_no_request_has_are_not_missed(observe: Observe) -> None:
     plain = dataclasses.replace(
         CASE, workload=lambda: (dataclasses.replace(EVENTS[1], req_id="a"), EVENTS[1])
     )
-    outcome = _run(_outcome(), step, step)
+    outcome = _run(_outcome(), step, step, plain=True)
     for value in ("tokens", "logprobs", "ranks"):
         outcome.tally.totals.pop(value, None)
     assert judge(plain, outcome)[0] is Verdict.MATCH
@@ -186,7 +201,7 @@ def test_logprobs_on_one_side_do_not_pass(observe: Observe) -> None:
 def test_logprobs_on_neither_side_are_missing(observe: Observe) -> None:
     verdict, summary = _judge(_run(_outcome(), observe(), observe()))
     assert verdict is Verdict.MISSING
-    assert summary.endswith("logprobs, ranks")
+    assert summary.endswith("logprobs of a: there are none")
 
 
 # Crashes.
@@ -224,23 +239,34 @@ def _near_tie(observe: Observe, gap: float) -> tuple[Observation, Observation]:
 
 
 def test_near_ties_in_a_forced_pass_are_counted_one_by_one(observe: Observe) -> None:
-    outcome = _run(_outcome(), *_near_tie(observe, 3))
+    step = observe(num_logprobs=3)
+    outcome = _run(_outcome(), step, step, num_steps=300)
+    outcome = _run(outcome, *_near_tie(observe, 3))
     verdict, summary = _judge(outcome)
     assert verdict is Verdict.NEAR_TIE
-    assert summary == "3 tokens differ where two logits lie within the floor"
-    assert outcome.request_steps == 6
+    assert summary == "3 of 303 tokens differ where two logits lie within the floor"
+    assert outcome.request_steps == 606
+
+
+def test_more_near_ties_than_one_in_a_hundred_are_no_accident(observe: Observe) -> None:
+    step = observe(num_logprobs=3)
+    outcome = _run(_outcome(), step, step, num_steps=296)
+    outcome = _run(outcome, *_near_tie(observe, 3))
+    verdict, summary = _judge(outcome)
+    assert verdict is Verdict.WRONG_VALUE
+    assert summary.startswith("3 of 299 tokens differ")
 
 
 def test_a_near_tie_ends_the_comparison_of_a_free_pass(observe: Observe) -> None:
     step = observe(num_logprobs=3)
-    outcome = _run(_outcome(), step, step)
+    outcome = _run(_outcome(), step, step, num_steps=100)
     outcome = _run(outcome, *_near_tie(observe, 3), mode="free", num_steps=1)
     apart = dataclasses.replace(step, input_ids=step.input_ids + 1)
     add_step(outcome, Place("free", 1), EXPECTED, step, apart)
     add_step(outcome, Place("free", 2), EXPECTED, step, None)
     add_ledgers(outcome, Place("free", 1), ({"a": {}}, {}))
     assert _judge(outcome)[0] is Verdict.NEAR_TIE
-    assert outcome.draws_compared == {"forced": 6, "free": 2}
+    assert outcome.draws_compared == {"forced": 200, "free": 2}
 
 
 @pytest.mark.parametrize("mode", ["forced", "free"])
