@@ -16,19 +16,37 @@ from torch import Tensor
 
 from mrv2.ops.launch import Launch
 from mrv2.ops.twin import TwinOp
-from mrv2.sampling.rng import device_key, device_words, reference_key, reference_words
+from mrv2.sampling.rng import (
+    device_high_word,
+    device_key,
+    device_low_word,
+    device_sequence,
+    reference_high_word,
+    reference_key,
+    reference_low_word,
+)
 
-BLOCK = 8192
-"""Tokens that a program of `draw` takes at a time. The result does not depend on it. The fastest of
-2048 to 16384 with 4 to 32 warps, for 1, 64 and 256 rows of 151,936 on an H200, 2026-11-29: 84 us
-for 64 random rows, 26 us for 64 greedy ones."""
-_NUM_WARPS = 32
+BLOCK = 2048
+"""Tokens that a program of `draw` takes at a time. The result does not depend on it."""
+_NUM_WARPS = 8
 _HIGH = tl.constexpr(2.0**-32)
 _LOW = tl.constexpr(2.0**-64)
 _LEAST = tl.constexpr(2.0**-65)
 """Stands for v = 0, which would make infinite noise."""
 _MOST = tl.constexpr(1 - 2.0**-24)
 """The float32 below 1, which would make no noise at all."""
+_LOG2_E = tl.constexpr(1.4426950408889634)
+_SLACK = tl.constexpr(2.0**-10)
+_ROUNDING = tl.constexpr(2.0**-20)
+_MANTISSA = tl.constexpr(2.0**-23)
+_LARGEST = tl.constexpr(3.4028234663852886e38)
+_LEAST_ORDERED = tl.constexpr(-0x7F800001)
+"""-inf in the order of `_ordered`."""
+_NOTHING = tl.constexpr(-(2**63))
+_SPLIT_ROWS = 1024
+"""Rows that programs may share."""
+_PROGRAMS = 1024
+"""Programs that fill a device."""
 _CHUNK_ELEMENTS = 1 << 18
 """Elements in a temporary of the reference, which takes rows in chunks of about this size."""
 
@@ -109,6 +127,16 @@ noise = TwinOp(
 
 
 @triton.jit
+def _either_nan(left: tl.tensor, right: tl.tensor) -> tl.tensor:
+    return tl.maximum(left, right, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def _max_or_nan(values: tl.tensor) -> tl.tensor:
+    return tl.reduce(values, 0, _either_nan)
+
+
+@triton.jit
 def _ordered(score: tl.tensor) -> tl.tensor:
     # An int32 in the order of the floats: -0 equals 0, and NaN is the largest.
     bits = tl.where(score == 0.0, 0.0, score).to(tl.int32, bitcast=True)
@@ -116,7 +144,35 @@ def _ordered(score: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
-def _draw_kernel(  # noqa: PLR0913 - a kernel takes its pointers one by one
+def _noisy(
+    logit: tl.tensor,
+    token_ids: tl.tensor,
+    divisor: tl.tensor,
+    cutoff: tl.tensor,
+    first: tl.tensor,
+    second: tl.tensor,
+) -> tl.tensor:
+    # The score that counts, of one token or of many.
+    score = tl.div_rn(logit, divisor)
+    score = tl.where(score < cutoff, float("-inf"), score)
+    step, start = device_sequence(first, second)
+    high = device_high_word(step, start, token_ids)
+    return score + device_gumbel(high, device_low_word(first, second, token_ids))
+
+
+@triton.jit
+def _bar(best: tl.tensor) -> tl.tensor:
+    # log2 of what 2**32 times the softmax's numerator is multiplied by to be the largest high word
+    # that can still win. The slack covers every rounding of the test; it lets in one more token in
+    # a thousand. Nothing but a NaN passes once a NaN has won.
+    in_bits = best * _LOG2_E
+    slack = tl.minimum(_SLACK + (tl.abs(in_bits) + 70.0) * _ROUNDING, 1e30)
+    bar = tl.where(best == float("-inf"), float("inf"), 32.0 - in_bits + slack)
+    return tl.where(best != best, float("-inf"), bar)
+
+
+@triton.jit
+def _draw_kernel(  # noqa: PLR0913, PLR0915 - a kernel takes its pointers one by one
     token_ids_ptr: tl.tensor,
     logits_ptr: tl.tensor,
     logits_stride: tl.tensor,
@@ -126,34 +182,112 @@ def _draw_kernel(  # noqa: PLR0913 - a kernel takes its pointers one by one
     seed_ptr: tl.tensor,
     divisor_ptr: tl.tensor,
     cutoff_ptr: tl.tensor,
+    best_ptr: tl.tensor,
+    arrived_ptr: tl.tensor,
     vocab_size: tl.tensor,
+    share: tl.tensor,
+    SPLITS: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
     logit_idx = tl.program_id(0).to(tl.int64)
+    first_id = tl.program_id(1) * share
+    end_id = tl.minimum(first_id + share, vocab_size)
     row = tl.load(logit_rows_ptr + logit_idx)
-    first, second = device_key(tl.load(seed_ptr + row), tl.load(positions_ptr + logit_idx))
-    random = tl.load(temperature_ptr + row) != 0.0
-    divisor = tl.load(divisor_ptr + row)
-    divisor = tl.where(divisor == 0.0, 1.0, divisor)
-    cutoff = tl.load(cutoff_ptr + logit_idx)
     logits_ptr += logit_idx * logits_stride
-    # A lane keeps the best of its own tokens. Ids ascend, so an equal one never replaces it.
-    best = tl.full((BLOCK,), -0x80000000, tl.int32)
-    best_id = tl.zeros((BLOCK,), tl.int32)
-    for start in range(0, vocab_size, BLOCK):
-        token_ids = start + tl.arange(0, BLOCK)
-        mask = token_ids < vocab_size
-        score = tl.load(logits_ptr + token_ids, mask=mask, other=0.0).to(tl.float32)
-        if random:
-            score = tl.div_rn(score, divisor)
-            score = tl.where(score < cutoff, float("-inf"), score)
-            high, low = device_words(first, second, token_ids)
-            score += device_gumbel(high, low)
-        ordered = tl.where(mask, _ordered(score), -0x80000000)
-        best_id = tl.where(ordered > best, token_ids, best_id)
-        best = tl.maximum(ordered, best)
-    winner = tl.min(tl.where(best == tl.max(best, axis=0), best_id, 0x7FFFFFFF), axis=0)
-    tl.store(token_ids_ptr + logit_idx, winner.to(tl.int64))
+    winner = tl.full((), 0, tl.int32)
+    best = tl.full((), _LEAST_ORDERED, tl.int32)
+    if tl.load(temperature_ptr + row) == 0.0:
+        # A lane keeps the best of its own tokens. Ids ascend, so an equal one never replaces it.
+        lane_best = tl.full((BLOCK,), -0x80000000, tl.int32)
+        lane_id = tl.zeros((BLOCK,), tl.int32)
+        for start in range(first_id, end_id, BLOCK):
+            token_ids = start + tl.arange(0, BLOCK)
+            mask = token_ids < end_id
+            logit = tl.load(logits_ptr + token_ids, mask=mask, other=0.0).to(tl.float32)
+            ordered = tl.where(mask, _ordered(logit), -0x80000000)
+            lane_id = tl.where(ordered > lane_best, token_ids, lane_id)
+            lane_best = tl.maximum(ordered, lane_best)
+        best = tl.max(lane_best, axis=0)
+        winner = tl.min(tl.where(lane_best == best, lane_id, 0x7FFFFFFF), axis=0)
+    else:
+        first, second = device_key(tl.load(seed_ptr + row), tl.load(positions_ptr + logit_idx))
+        step, origin = device_sequence(first, second)
+        divisor = tl.load(divisor_ptr + row)
+        divisor = tl.where(divisor == 0.0, 1.0, divisor)
+        cutoff = tl.load(cutoff_ptr + logit_idx)
+        scale = _LOG2_E / divisor
+        # Below this a logit is cut off for certain, and -inf is always.
+        floor = cutoff * divisor
+        floor = tl.maximum(floor - (tl.abs(floor) * _ROUNDING + 1e-30), -_LARGEST)
+        best_score = float("-inf")
+        bar = _bar(best_score)
+        for start in range(first_id, end_id, BLOCK):
+            token_ids = start + tl.arange(0, BLOCK)
+            mask = token_ids < end_id
+            logit = tl.load(logits_ptr + token_ids, mask=mask, other=float("-inf"))
+            logit = logit.to(tl.float32)
+            high = device_high_word(step, origin, token_ids).to(tl.float32)
+            # Noise is at most -log(v), so a token whose word is not below this cannot win.
+            room = tl.exp2(logit * scale + bar)
+            room = tl.where(logit < floor, 0.0, room)
+            margin = room - high
+            if not (_max_or_nan(margin) <= 0.0):
+                # Score the likeliest to win, then the rest of the block if any can still win.
+                exponent = tl.maximum(high, 1.0).to(tl.int32, bitcast=True).to(tl.float32)
+                guess = logit * scale - exponent * _MANTISSA
+                guess = tl.where(guess == guess, guess, float("inf"))
+                guess = tl.where(margin <= 0.0, float("-inf"), guess)
+                top = tl.max(guess, axis=0)
+                chosen = tl.min(tl.where(guess == top, token_ids, 0x7FFFFFFF), axis=0)
+                chosen = tl.minimum(chosen, end_id - 1)
+                logit_of_chosen = tl.load(logits_ptr + chosen).to(tl.float32)
+                score = _noisy(logit_of_chosen, chosen, divisor, cutoff, first, second)
+                ordered = _ordered(score)
+                better = ordered > best
+                winner = tl.where(better, chosen, winner)
+                best = tl.where(better, ordered, best)
+                best_score = tl.where(better, score, best_score)
+                bar = _bar(best_score)
+                room = tl.where(logit < floor, 0.0, tl.exp2(logit * scale + bar))
+                rival = mask & ((high < room) | (room != room)) & (token_ids != chosen)
+                if tl.max(rival.to(tl.int32), axis=0) > 0:
+                    scores = _noisy(logit, token_ids, divisor, cutoff, first, second)
+                    ordered_all = tl.where(mask, _ordered(scores), -0x80000000)
+                    ordered = tl.max(ordered_all, axis=0)
+                    chosen = tl.min(tl.where(ordered_all == ordered, token_ids, 0x7FFFFFFF), axis=0)
+                    better = (ordered > best) | ((ordered == best) & (chosen < winner))
+                    winner = tl.where(better, chosen, winner)
+                    best = tl.where(better, ordered, best)
+                    # The same float as `ordered`: the order of the bits is its own inverse.
+                    bits = ordered ^ ((ordered >> 31) & 0x7FFFFFFF)
+                    score = bits.to(tl.float32, bitcast=True)
+                    best_score = tl.where(better, score, best_score)
+                    bar = _bar(best_score)
+    if SPLITS == 1:
+        tl.store(token_ids_ptr + logit_idx, winner.to(tl.int64))
+    else:
+        # The largest score, then the lowest id, in one integer. Who comes last writes the token
+        # and leaves the two cells as they were found.
+        packed = (best.to(tl.int64) << 32) | (0x7FFFFFFF - winner).to(tl.int64)
+        tl.atomic_max(best_ptr + logit_idx, packed)
+        if tl.atomic_add(arrived_ptr + logit_idx, 1) == SPLITS - 1:
+            packed = tl.atomic_xchg(best_ptr + logit_idx, _NOTHING)
+            tl.store(arrived_ptr + logit_idx, 0)
+            tl.store(token_ids_ptr + logit_idx, 0x7FFFFFFF - (packed & 0x7FFFFFFF))
+
+
+_spaces: dict[torch.device, tuple[Tensor, Tensor]] = {}
+
+
+def _space(device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return the cells in which programs that share a row meet; every draw leaves them as they are.
+
+    One stream draws at a time, so one pair serves a device.
+    """
+    if device not in _spaces:
+        best = torch.full((_SPLIT_ROWS,), _NOTHING.value, dtype=torch.int64, device=device)
+        _spaces[device] = best, torch.zeros(_SPLIT_ROWS, dtype=torch.int32, device=device)
+    return _spaces[device]
 
 
 def _draw_launch(
@@ -167,6 +301,11 @@ def _draw_launch(
     cutoff: Tensor,
 ) -> Launch:
     num_logits, vocab_size = logits.shape
+    splits = 1
+    if 0 < num_logits <= _SPLIT_ROWS:
+        splits = max(1, min(_PROGRAMS // num_logits, triton.cdiv(vocab_size, BLOCK)))
+    share = triton.cdiv(triton.cdiv(vocab_size, splits), BLOCK) * BLOCK
+    splits = triton.cdiv(vocab_size, share)
     args = (
         token_ids,
         logits,
@@ -177,9 +316,12 @@ def _draw_launch(
         seed,
         divisor,
         cutoff,
+        *_space(logits.device),
         vocab_size,
+        share,
     )
-    return Launch(_draw_kernel, (num_logits,), args, {"BLOCK": BLOCK}, num_warps=_NUM_WARPS)
+    constexprs = {"SPLITS": splits, "BLOCK": BLOCK}
+    return Launch(_draw_kernel, (num_logits, splits), args, constexprs, num_warps=_NUM_WARPS)
 
 
 def _draw_reference(
@@ -216,16 +358,44 @@ def _draw_reference(
     if not len(random):
         return
     rows = logit_rows.long()
-    vocabulary = torch.arange(logits.shape[1], dtype=torch.int32)
     chunk_size = max(1, _CHUNK_ELEMENTS // logits.shape[1])
     for start in range(0, len(random), chunk_size):
         chunk = random[start : start + chunk_size]
-        first, second = reference_key(seed[rows[chunk]], positions[chunk])
-        high, low = reference_words(first.unsqueeze(1), second.unsqueeze(1), vocabulary)
         by = divisor[rows[chunk]].unsqueeze(1)
         scores = logits[chunk].float() / torch.where(by == 0.0, 1.0, by)
         scores.masked_fill_(scores < cutoff[chunk].unsqueeze(1), -torch.inf)
-        token_ids[chunk] = (scores + reference_gumbel(high, low)).argmax(dim=1)
+        key = reference_key(seed[rows[chunk]], positions[chunk])
+        token_ids[chunk] = _drawn(scores, *key)
+
+
+def _drawn(scores: Tensor, first: Tensor, second: Tensor) -> Tensor:
+    """Return the token of each row that wins once noise is added; [num_rows] int64.
+
+    Noise is at most -log(v). What cannot win by that is left out before the noise is worked out,
+    which leaves little more than one token a row.
+    """
+    num_rows, vocab_size = scores.shape
+    vocabulary = torch.arange(vocab_size, dtype=torch.int32)
+    high = reference_high_word(first.unsqueeze(1), second.unsqueeze(1), vocabulary)
+    at_least = (high >> 1).bitwise_and_(0x7FFFFFFF).float()
+    at_most = at_least.mul_(2.0**-31).log_().neg_().add_(scores)
+
+    def noisy(rows: Tensor, tokens: Tensor) -> Tensor:
+        low = reference_low_word(first[rows], second[rows], tokens.int())
+        return scores[rows, tokens] + reference_gumbel(high[rows, tokens], low)
+
+    every = torch.arange(num_rows)
+    chosen = at_most.argmax(dim=1)
+    best = noisy(every, chosen)
+    bar = best - (_SLACK.value + best.abs() * _ROUNDING.value)
+    rows, tokens = (~(at_most < bar.unsqueeze(1))).nonzero(as_tuple=True)
+    if len(rows) == num_rows:
+        return chosen
+    found = noisy(rows, tokens)
+    best = torch.full((num_rows,), -torch.inf).scatter_reduce_(0, rows, found, "amax")
+    wins = (found == best[rows]) | found.isnan()
+    lowest = torch.full((num_rows,), vocab_size)
+    return lowest.scatter_reduce_(0, rows[wins], tokens[wins], "amin")
 
 
 draw = TwinOp(

@@ -5,9 +5,11 @@ on the batch that a request happens to be in, nor on its place there, nor on how
 All of it is 32-bit integer arithmetic, so the kernel's words and the reference's are the same
 integers.
 
-Two 32-bit words are the key of one draw, and each word of a token depends on both, through the
-finaliser of MurmurHash3 (in the public domain). The finaliser is a bijection, so no two positions
-below 2**32 of one request share a key.
+Two 32-bit words are the key of one draw. They pick a sequence of 32-bit integers, an odd step and a
+start, of which a token takes the element of its number; the finaliser of MurmurHash3 (in the public
+domain) makes it the token's high word. Step and finaliser are bijections: the tokens of one draw
+have distinct high words, and no two positions below 2**32 of one request share a key. The low word,
+which few draws need, is mixed from token and key in another way.
 
 Functions named `device_*` run inside kernels; `reference_*` are the same in torch, and state what
 both return.
@@ -55,14 +57,21 @@ def device_key(seed: tl.tensor, position: tl.tensor) -> tuple[tl.tensor, tl.tens
 
 
 @triton.jit
-def device_words(
-    first: tl.tensor, second: tl.tensor, token_ids: tl.tensor
-) -> tuple[tl.tensor, tl.tensor]:
-    """As `reference_words`, from a uint32 key to uint32."""
-    token = token_ids.to(tl.uint32)
-    high = device_mix(device_mix(token ^ first) ^ second)
-    low = device_mix(device_mix(token ^ second) ^ first)
-    return high, low
+def device_sequence(first: tl.tensor, second: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
+    """As `reference_sequence`, from a uint32 key to uint32."""
+    return first | 1, device_mix(first) ^ second
+
+
+@triton.jit
+def device_high_word(step: tl.tensor, start: tl.tensor, token_ids: tl.tensor) -> tl.tensor:
+    """As `reference_high_word`, to uint32."""
+    return device_mix(token_ids.to(tl.uint32) * step + start)
+
+
+@triton.jit
+def device_low_word(first: tl.tensor, second: tl.tensor, token_ids: tl.tensor) -> tl.tensor:
+    """As `reference_low_word`, from a uint32 key to uint32."""
+    return device_mix(device_mix(token_ids.to(tl.uint32) ^ second) ^ first)
 
 
 def reference_mix(word: Tensor) -> Tensor:
@@ -71,11 +80,16 @@ def reference_mix(word: Tensor) -> Tensor:
     Args:
         word: Any shape, int32 with the bits of the word.
     """
-    word = word ^ _shifted(word, 16)
-    word = word * _as_int32(0x85EBCA6B)
-    word = word ^ _shifted(word, 13)
-    word = word * _as_int32(0xC2B2AE35)
-    return word ^ _shifted(word, 16)
+    return _mix_in_place(word.clone())
+
+
+def _mix_in_place(word: Tensor) -> Tensor:
+    word ^= _shifted(word, 16)
+    word *= _as_int32(0x85EBCA6B)
+    word ^= _shifted(word, 13)
+    word *= _as_int32(0xC2B2AE35)
+    word ^= _shifted(word, 16)
+    return word
 
 
 def reference_key(seed: Tensor, position: Tensor) -> tuple[Tensor, Tensor]:
@@ -99,8 +113,21 @@ def reference_key(seed: Tensor, position: Tensor) -> tuple[Tensor, Tensor]:
     return first, second
 
 
-def reference_words(first: Tensor, second: Tensor, token_ids: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the two random words of each token under a key; shapes broadcast.
+def reference_sequence(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
+    """Return step and start of the sequence that a key picks.
+
+    Args:
+        first: int32, of `reference_key`.
+        second: As `first`.
+
+    Returns:
+        Two int32 tensors of that shape, with the bits of the words. The step is odd.
+    """
+    return first | 1, reference_mix(first) ^ second
+
+
+def reference_high_word(first: Tensor, second: Tensor, token_ids: Tensor) -> Tensor:
+    """Return the high word of each token under a key; shapes broadcast.
 
     Args:
         first: int32, of `reference_key`.
@@ -108,16 +135,22 @@ def reference_words(first: Tensor, second: Tensor, token_ids: Tensor) -> tuple[T
         token_ids: int32.
 
     Returns:
-        The high and the low word, int32 with their bits.
+        int32 with the bits of the word.
     """
-    high = reference_mix(reference_mix(token_ids ^ first) ^ second)
-    low = reference_mix(reference_mix(token_ids ^ second) ^ first)
-    return high, low
+    step, start = reference_sequence(first, second)
+    return _mix_in_place(token_ids * step + start)
+
+
+def reference_low_word(first: Tensor, second: Tensor, token_ids: Tensor) -> Tensor:
+    """Return the low word of each token under a key, as `reference_high_word` does the high one."""
+    return reference_mix(reference_mix(token_ids ^ second) ^ first)
 
 
 def _shifted(word: Tensor, bits: int) -> Tensor:
     """Shift right as if unsigned: torch cannot shift uint32, and int32 is its fastest integer."""
-    return (word >> bits) & (0xFFFFFFFF >> bits)
+    shifted = word >> bits
+    shifted &= 0xFFFFFFFF >> bits
+    return shifted
 
 
 def _as_int32(word: int) -> int:
@@ -136,7 +169,9 @@ def _words_kernel(
     first, second = device_key(tl.load(seeds_ptr + draw), tl.load(positions_ptr + draw))
     token_ids = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = token_ids < num_tokens
-    high, low = device_words(first, second, token_ids)
+    step, start = device_sequence(first, second)
+    high = device_high_word(step, start, token_ids)
+    low = device_low_word(first, second, token_ids)
     cell = words_ptr + (draw * num_tokens + token_ids) * 2
     tl.store(cell, high.to(tl.int32, bitcast=True), mask=mask)
     tl.store(cell + 1, low.to(tl.int32, bitcast=True), mask=mask)
@@ -159,9 +194,9 @@ def _words_reference(words: Tensor, seeds: Tensor, positions: Tensor) -> None:
     """
     first, second = reference_key(seeds, positions)
     token_ids = torch.arange(words.shape[1], dtype=torch.int32)
-    high, low = reference_words(first.unsqueeze(1), second.unsqueeze(1), token_ids)
-    words[..., 0] = high
-    words[..., 1] = low
+    first, second = first.unsqueeze(1), second.unsqueeze(1)
+    words[..., 0] = reference_high_word(first, second, token_ids)
+    words[..., 1] = reference_low_word(first, second, token_ids)
 
 
 words = TwinOp(
