@@ -1,9 +1,15 @@
 """Every case, by id. One module for each area."""
 
 from mrv2_diff.case import Case
-from mrv2_diff.catalog import attention, lifecycle, logprobs, sampling
+from mrv2_diff.catalog import attention, lifecycle, logprobs, sampling, sampling_single
 
-_ALL = (*lifecycle.CASES, *sampling.CASES, *logprobs.CASES, *attention.CASES)
+_ALL = (
+    *lifecycle.CASES,
+    *sampling.CASES,
+    *sampling_single.CASES,
+    *logprobs.CASES,
+    *attention.CASES,
+)
 
 CASES: dict[str, Case] = {case.id: case for case in _ALL}
 """Cases in the order in which a full run takes them."""
