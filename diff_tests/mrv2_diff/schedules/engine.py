@@ -1,0 +1,167 @@
+"""vLLM's scheduler and our runner of HashLM, without a worker, an engine or a checkpoint."""
+
+import copy
+import json
+import tempfile
+from functools import cache
+from pathlib import Path
+from typing import Any, cast
+
+from mrv2_diff import process
+
+process.prepare()
+
+# E402: vLLM reads the environment when it is imported.
+import torch  # noqa: E402
+from vllm.engine.arg_utils import EngineArgs  # noqa: E402
+from vllm.utils.hashing import sha256  # noqa: E402
+from vllm.v1.core.kv_cache_utils import (  # noqa: E402
+    get_request_block_hasher,
+    init_none_hash,
+)
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler  # noqa: E402
+from vllm.v1.core.sched.output import SchedulerOutput  # noqa: E402
+from vllm.v1.core.sched.scheduler import Scheduler  # noqa: E402
+from vllm.v1.kv_cache_interface import (  # noqa: E402
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    SlidingWindowSpec,
+)
+from vllm.v1.structured_output import StructuredOutputManager  # noqa: E402
+
+from mrv2 import Runner  # noqa: E402
+from mrv2_compat.vllm_v1.config import runner_config  # noqa: E402
+from mrv2_compat.vllm_v1.kv_cache import KVCaches  # noqa: E402
+from mrv2_compat.vllm_v1.runner import VllmRunner  # noqa: E402
+from mrv2_diff.models.hashlm import HashLM  # noqa: E402
+from mrv2_diff.schedules.actions import Setup  # noqa: E402
+
+_MODEL = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 32,
+    "max_position_embeddings": 4096,
+    "rms_norm_eps": 1e-6,
+    "hidden_act": "silu",
+    "torch_dtype": "float32",
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+}
+"""A configuration that vLLM accepts. Nothing of the model but its vocabulary is used."""
+
+
+class HashRunner(VllmRunner):
+    """The runner that vLLM's worker would drive, with HashLM in the place of a checkpoint.
+
+    Args:
+        vllm_config: The engine's.
+        windows: Attention windows, as for `HashLM`.
+    """
+
+    lm: HashLM
+
+    def __init__(self, vllm_config: Any, windows: tuple[int | None, ...]) -> None:
+        super().__init__(vllm_config, torch.device("cpu"))
+        self._windows = windows
+
+    def initialize_kv_cache(self, kv_cache_config: KVCacheConfig, *_: Any, **__: Any) -> None:
+        """Build HashLM's caches and the core runner."""
+        self.kv_cache_config = kv_cache_config
+        self._kv = cast("KVCaches", _HashCaches())
+        self._core = self._build_core(kv_cache_config)
+
+    @property
+    def core(self) -> Runner:
+        """The runner behind the adapter."""
+        return self._require_core()
+
+    def _build_core(self, kv_cache_config: KVCacheConfig) -> Runner:
+        config = runner_config(self.vllm_config, kv_cache_config, self.device)
+        self.lm = HashLM(config, kv_cache_config.num_blocks, self._windows)
+        return Runner(config, self.lm, self.lm, trace=self._trace)
+
+
+class _HashCaches:
+    """Block operations of HashLM's caches: none is ever asked for of attention without state."""
+
+    def apply(self, scheduler_output: SchedulerOutput) -> None:
+        """Refuse what would be lost."""
+        assert not scheduler_output.new_block_ids_to_zero
+        assert not scheduler_output.kv_cache_block_copies
+
+
+class ScheduledEngine:
+    """A scheduler with a runner.
+
+    Args:
+        setup: Sizes of both.
+        runner_class: Built in place of HashRunner by tests that plant a fault.
+    """
+
+    def __init__(self, setup: Setup, runner_class: type[HashRunner] = HashRunner) -> None:
+        torch.set_num_threads(1)  # a tiny model's operations are too small to share
+        config = _config(setup)
+        kv_cache_config = _kv_cache_config(setup)
+        scheduler_class = AsyncScheduler if setup.is_async else Scheduler
+        self.scheduler: Any = scheduler_class(
+            config,
+            kv_cache_config,
+            StructuredOutputManager(config),
+            block_size=setup.block_size,
+            hash_block_size=setup.block_size,
+        )
+        assert not self.scheduler.use_v2_model_runner, "V1-mode scheduling is what is translated"
+        self.runner = runner_class(config, setup.windows)
+        self.runner.initialize_kv_cache(kv_cache_config)
+        init_none_hash(sha256)
+        self.block_hasher: Any = None
+        if setup.prefix_caching:
+            self.block_hasher = get_request_block_hasher(setup.block_size, sha256)
+
+
+def _config(setup: Setup) -> Any:
+    config = copy.deepcopy(_accepted_config(setup.vocab_size))
+    scheduler = config.scheduler_config
+    scheduler.max_num_seqs = setup.max_num_reqs
+    scheduler.max_num_batched_tokens = setup.max_num_tokens
+    # vLLM turns it off on a CPU, where it gains nothing; what it schedules is what we are after.
+    scheduler.async_scheduling = setup.is_async
+    scheduler.policy = "priority" if setup.by_priority else "fcfs"
+    config.model_config.max_model_len = setup.max_model_len
+    config.cache_config.block_size = setup.block_size
+    config.cache_config.num_gpu_blocks = setup.num_blocks
+    config.cache_config.enable_prefix_caching = setup.prefix_caching
+    return config
+
+
+@cache
+def _accepted_config(vocab_size: int) -> Any:
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "config.json").write_text(json.dumps({**_MODEL, "vocab_size": vocab_size}))
+        args = EngineArgs(model=folder, skip_tokenizer_init=True, enforce_eager=True, seed=0)
+        return args.create_engine_config()
+
+
+def _kv_cache_config(setup: Setup) -> KVCacheConfig:
+    sizes = {
+        "block_size": setup.block_size,
+        "num_kv_heads": 1,
+        "head_size": 8,
+        "dtype": torch.float32,
+    }
+    groups = [
+        KVCacheGroupSpec(
+            [f"layer {index}"],
+            FullAttentionSpec(**sizes)
+            if window is None
+            else SlidingWindowSpec(**sizes, sliding_window=window),
+        )
+        for index, window in enumerate(setup.windows)
+    ]
+    return KVCacheConfig(num_blocks=setup.num_blocks, kv_cache_tensors=[], kv_cache_groups=groups)

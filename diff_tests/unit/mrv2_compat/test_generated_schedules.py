@@ -1,0 +1,148 @@
+"""Random schedules through vLLM's own scheduler: no request may notice any of it."""
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from mrv2.state.requests import RequestColumns
+from mrv2_compat.vllm_v1.ledger import RequestLedger
+from mrv2_diff.mutants import MUTANTS, Patch
+from mrv2_diff.schedules import actions as act
+from mrv2_diff.schedules.events import KINDS
+from mrv2_diff.schedules.generator import SETUPS, actions
+from mrv2_diff.schedules.shrinking import shrink
+
+pytestmark = pytest.mark.vllm
+
+NUM_STEPS = 20_000
+LEAST_EVENTS = 100
+"""Of each kind, or the steps prove less than they should."""
+
+
+@pytest.mark.slow
+def test_every_request_returns_what_it_returns_alone() -> None:
+    from mrv2_diff.schedules.driver import Driver
+
+    counts = dict.fromkeys(KINDS, 0)
+    num_steps, seed = 0, 0
+    while num_steps < NUM_STEPS:
+        for setup in SETUPS:
+            driver = Driver(setup)
+            driver.play(actions(seed, setup, 1250))
+            num_steps += driver.num_steps
+            for kind, count in driver.events.counts.items():
+                counts[kind] += count
+        seed += 1
+    rare = {kind: count for kind, count in counts.items() if count < LEAST_EVENTS}
+    assert not rare, f"in {num_steps} steps these happened too seldom: {rare}"
+
+
+def arrivals() -> st.SearchStrategy[act.Action]:
+    def arrive(number: int, **fields: Any) -> act.Action:
+        return act.Arrive(name=f"r{number}", session=number == 0, **fields)
+
+    return st.builds(
+        arrive,
+        st.integers(0, 6),
+        prefix=st.integers(0, 1),
+        prefix_len=st.sampled_from((0, 8, 17)),
+        tail=st.integers(0, 9),
+        tail_len=st.integers(1, 8),
+        max_tokens=st.integers(1, 12),
+        stop=st.sampled_from((None, 5)),
+        priority=st.integers(0, 1),
+    )
+
+
+ACTIONS: st.SearchStrategy[Sequence[act.Action]] = st.lists(
+    st.one_of(
+        st.builds(act.Step, lag=st.just(1)),
+        st.builds(act.Step, lag=st.integers(0, 1), paused=st.booleans()),
+        arrivals(),
+        arrivals(),
+        st.builds(act.Abort, name=st.integers(0, 6).map("r{}".format)),
+        st.builds(act.Reset),
+        st.builds(act.FailLoad, request=st.integers(0, 3), block=st.integers(0, 3)),
+    ),
+    min_size=20,
+    max_size=80,
+)
+
+
+@settings(
+    max_examples=100,
+    deadline=None,
+    derandomize=True,
+    database=None,
+    suppress_health_check=list(HealthCheck),
+)
+@given(setup=st.sampled_from(SETUPS), schedule=ACTIONS)
+def test_no_schedule_is_found_that_a_request_notices(
+    setup: act.Setup, schedule: Sequence[act.Action]
+) -> None:
+    from mrv2_diff.schedules.driver import Driver
+
+    driver = Driver(setup)
+    driver.play([*schedule, act.Drain()])
+
+
+def progress_is_never_taken_back() -> AbstractContextManager[object]:
+    def faulty(self: RequestColumns, rows: Any, computed: Any) -> None:
+        """Trust the device's count, whatever the scheduler says."""
+
+    return patch.object(RequestColumns, "agree", faulty)
+
+
+def ended_requests_stay_known() -> AbstractContextManager[object]:
+    return patch.object(RequestLedger, "forget", lambda self, req_id: None)
+
+
+FAULTS: dict[str, Patch] = {
+    **{
+        mutant.id: mutant.apply
+        for mutant in MUTANTS
+        if mutant.first not in ("ranks", "processed_logits", "logprobs")
+    },
+    "progress-never-taken-back": progress_is_never_taken_back,
+    "ended-stays-known": ended_requests_stay_known,
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_planted_fault_is_found_and_its_schedule_made_short(fault: str, tmp_path: Path) -> None:
+    from mrv2_diff.schedules.soak import Failure, find_failure, replay
+
+    with FAULTS[fault]():
+        failure = find_failure(seed=3, num_actions=600)
+        assert isinstance(failure, Failure), "no schedule showed the fault"
+        assert len(failure.schedule.actions) < 40
+        act.write(failure.schedule, tmp_path / "failing.json")
+        assert replay(act.read(tmp_path / "failing.json")) is not None
+    assert replay(act.read(tmp_path / "failing.json")) is None
+
+
+def test_shrinking_leaves_what_is_needed_and_nothing_else() -> None:
+    tried = []
+
+    def fails(part: Sequence[int]) -> bool:
+        tried.append(list(part))
+        return {3, 17, 18} <= set(part)
+
+    assert shrink(range(40), fails) == [3, 17, 18]
+    assert all(len(part) < 40 for part in tried)
+
+
+def test_a_schedule_file_of_another_layout_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "schedule.json"
+    act.write(act.Schedule(setup=act.Setup(), actions=(act.Reset(),), format=9), path)
+    with pytest.raises(ValueError, match="format 9; this version reads 1"):
+        act.read(path)
+    path.write_text('{"setup": {}, "actions": [{"type": "Explode"}]}')
+    with pytest.raises(ValueError, match=r"schedule.json holds no schedule: .*Explode"):
+        act.read(path)
