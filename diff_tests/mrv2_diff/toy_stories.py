@@ -1,7 +1,8 @@
 """Random lives of requests, from a seed, for `mrv2_diff.toy_host.Toy.play`."""
 
 import random
-from dataclasses import replace
+from collections.abc import Callable
+from typing import Any
 
 from mrv2 import RunnerConfig, Sampling
 from mrv2_diff.toy_host import ToyHost, ToyRequest
@@ -14,7 +15,7 @@ class RandomStory:
         seed: Of everything random here.
         config: Of the runner; its limits are kept to.
         most_temperature: Above 0, half of the requests draw at a random temperature up to this.
-        most_logprobs: Above 0, a third of the requests want up to so many logprobs.
+        sampling: Makes each request's parameters, in place of a temperature for half of them.
     """
 
     def __init__(
@@ -22,12 +23,12 @@ class RandomStory:
         seed: int,
         config: RunnerConfig,
         most_temperature: float = 0.0,
-        most_logprobs: int = 0,
+        sampling: Callable[[random.Random, int], Sampling] | None = None,
     ) -> None:
         self._random = random.Random(seed)
         self._config = config
         self._most_temperature = most_temperature
-        self._most_logprobs = most_logprobs
+        self._sampling = sampling
         self._lengths: dict[ToyRequest, int] = {}
         self._num_added = 0
 
@@ -72,9 +73,8 @@ class RandomStory:
                 temperature=self._random.uniform(0.1, self._most_temperature),
                 seed=self._random.getrandbits(64),
             )
-        if self._most_logprobs and self._random.random() < 0.33:
-            count = self._random.randint(0, self._most_logprobs)
-            request.sampling = replace(request.sampling, num_logprobs=count)
+        if self._sampling is not None:
+            request.sampling = self._sampling(self._random, self._config.vocab_size)
         room = self._config.max_model_len - len(request.prompt)
         self._lengths[request] = min(self._random.randint(1, 20), room)
 
@@ -104,3 +104,31 @@ class RandomStory:
             work[request.req_id] = min(chunk, request.num_left, budget)
             budget -= work[request.req_id]
         return work
+
+
+def mixed_sampling(rng: random.Random, vocab_size: int) -> Sampling:
+    """Return parameters of which each asks for something one time in three."""
+
+    def tokens(count: int) -> tuple[int, ...]:
+        return tuple(rng.sample(range(vocab_size), count))
+
+    def maybe(value: object, otherwise: object) -> Any:
+        return value if rng.random() < 0.33 else otherwise
+
+    return Sampling(
+        temperature=rng.choice((0.0, 0.5, 1.0, 1.4)),
+        seed=rng.getrandbits(64),
+        top_k=maybe(rng.randint(1, 20), 0),
+        top_p=maybe(rng.uniform(0.3, 1.0), 1.0),
+        min_p=maybe(rng.uniform(0.0, 0.3), 0.0),
+        presence_penalty=maybe(rng.uniform(-1, 2), 0.0),
+        frequency_penalty=maybe(rng.uniform(-1, 2), 0.0),
+        repetition_penalty=maybe(rng.uniform(0.7, 1.6), 1.0),
+        logit_bias=maybe({token: rng.uniform(-5, 5) for token in tokens(4)}, {}),
+        allowed_token_ids=maybe(tokens(30), None),
+        bad_words=maybe((tokens(1), tokens(2)), ()),
+        min_tokens=maybe(rng.randint(1, 8), 0),
+        stop_token_ids=tokens(3),
+        num_logprobs=maybe(rng.randint(0, 5), None),
+        logprob_token_ids=None,
+    )
