@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from vllm.config import VllmConfig
-from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
@@ -48,8 +48,8 @@ class Subject(Protocol):
     def execute(self, step: SchedulerOutput) -> ModelRunnerOutput | None:
         """Run a step up to its logits or, without tokens, to its end."""
 
-    def sample(self, forced: Forced | None) -> ModelRunnerOutput:
-        """Finish the step, committing `forced` tokens where given."""
+    def sample(self, forced: Forced | None, grammar: GrammarOutput | None) -> ModelRunnerOutput:
+        """Finish the step under what grammars allow, committing `forced` tokens where given."""
 
     def observation(self) -> Observation:
         """Return what the last step did."""
@@ -76,7 +76,6 @@ class V1Subject:
         self._observing = False
         self._forcing = _ForcingSampler(runner.sampler)
         self._processed: Tensor | None = None
-        self._raw: Tensor | None = None
         self._output: ModelRunnerOutput | None = None
         runner.sampler.sample = self._keeping_unscaled(runner.sampler.sample)
         runner.sampler.topk_topp_sampler.register_forward_pre_hook(self._keep_processed)
@@ -89,26 +88,24 @@ class V1Subject:
 
     def observe(self, on: bool) -> None:
         """Start or stop copying logits."""
-        self._observing = on
+        self._observing = self._forcing.observing = on
 
     def execute(self, step: SchedulerOutput) -> ModelRunnerOutput | None:
         """Run a step up to its logits."""
         self._processed = None
         output: ModelRunnerOutput | None = self.runner.execute_model(step)
-        if output is None and self._observing:
-            self._raw = self.runner.execute_model_state.logits.float().clone()
         return output
 
-    def sample(self, forced: Forced | None) -> ModelRunnerOutput:
+    def sample(self, forced: Forced | None, grammar: GrammarOutput | None) -> ModelRunnerOutput:
         """Finish the step."""
         self._forcing.force(forced, self.runner.input_batch.req_ids)
-        output: ModelRunnerOutput = self.runner.sample_tokens(None)
+        output: ModelRunnerOutput = self.runner.sample_tokens(grammar)
         self._output = output
         return output
 
     def observation(self) -> Observation:
         """Return what the last step did, in V1's order."""
-        runner, output, raw = self.runner, self._output, self._raw
+        runner, output, raw = self.runner, self._output, self._forcing.raw
         assert output is not None
         assert raw is not None
         num_reqs = len(output.req_ids)
@@ -203,12 +200,12 @@ class Mrv2Subject:
         output: ModelRunnerOutput | None = self.runner.execute_model(step)
         return output
 
-    def sample(self, forced: Forced | None) -> ModelRunnerOutput:
+    def sample(self, forced: Forced | None, grammar: GrammarOutput | None) -> ModelRunnerOutput:
         """Finish the step."""
         tokens = (
             None if forced is None else [forced.get(req_id, 0) for req_id in self._trace.draw_ids]
         )
-        output: ModelRunnerOutput = self.runner.sample_tokens(None, tokens)
+        output: ModelRunnerOutput = self.runner.sample_tokens(grammar, tokens)
         self._output = output
         return output
 
@@ -268,11 +265,17 @@ def poison(tensors: list[Tensor]) -> None:
 
 
 class _ForcingSampler(nn.Module):
-    """V1's sampler, with the tokens that it returns replaced when asked; keeps its own choice."""
+    """V1's sampler, with the tokens that it returns replaced when asked.
+
+    It keeps its own choice and, when observed, the logits that it was given: behind a grammar's
+    mask and before all else, as ours are shown.
+    """
 
     def __init__(self, sampler: nn.Module) -> None:
         super().__init__()
         self.sampler = sampler
+        self.observing = False
+        self.raw: Tensor | None = None
         self.own_choice: Tensor | None = None
         self._forced: Forced | None = None
         self._req_ids: list[str] = []
@@ -283,6 +286,8 @@ class _ForcingSampler(nn.Module):
 
     def forward(self, logits: Tensor, sampling_metadata: Any) -> Any:
         """Sample, keep the choice, and return the forced tokens in its place."""
+        if self.observing:
+            self.raw = logits.float().clone()
         output = self.sampler(logits=logits, sampling_metadata=sampling_metadata)
         self.own_choice = output.sampled_token_ids[:, 0].clone()
         if self._forced is not None:

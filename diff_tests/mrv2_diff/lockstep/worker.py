@@ -72,7 +72,8 @@ class Pass:
     schedule: str = "same"
     observe: bool = True
     alternate: bool = False
-    """Let the candidate go first in every other step, for fair timing; only without forcing."""
+    """Let the candidate go first in every other step, for fair timing; only without forcing
+    and without grammars, whose masks come with the step's second half."""
     wrap: Wrap | None = None
     listener: Callable[[StepReport], None]
 
@@ -145,7 +146,7 @@ class LockstepWorker(CPUWorker):
         self._report = StepReport(self._number, scheduler_output, None, None, False, None)
         self._number += 1
         if settings.alternate and self._number % 2:
-            self._contained(lambda: self._run_candidate(None))
+            self._contained(lambda: self._run_candidate(None, None))
         output: ModelRunnerOutput | None = self._timed(
             "reference", lambda: self._reference.execute(scheduler_output)
         )
@@ -158,8 +159,10 @@ class LockstepWorker(CPUWorker):
         """Run the step's second half in the reference, then what remains of it in the candidate."""
         settings, report = self._pass, self._report
         if settings is None or report is None:
-            return self._reference.sample(None)
-        output: ModelRunnerOutput = self._timed("reference", lambda: self._reference.sample(None))
+            return self._reference.sample(None, grammar_output)
+        output: ModelRunnerOutput = self._timed(
+            "reference", lambda: self._reference.sample(None, grammar_output)
+        )
         if settings.observe:
             report.reference = self._reference.observation()
         if self._steps:
@@ -169,7 +172,7 @@ class LockstepWorker(CPUWorker):
                 if settings.forced
                 else None
             )
-            self._contained(lambda: self._run_candidate(forced))
+            self._contained(lambda: self._run_candidate(forced, grammar_output))
         self._tell()
         return output
 
@@ -226,7 +229,7 @@ class LockstepWorker(CPUWorker):
         self.crash = traceback.format_exc(limit=-6)
         self._candidates.pop(self._pass.candidate, None)
 
-    def _run_candidate(self, forced: dict[str, int] | None) -> None:
+    def _run_candidate(self, forced: dict[str, int] | None, grammar: GrammarOutput | None) -> None:
         """Run the candidate's whole step.
 
         V1 draws from the process's generator, which it must find as the reference did.
@@ -241,7 +244,7 @@ class LockstepWorker(CPUWorker):
             output = self._timed("candidate", partial(candidate.execute, step))
             if output is not None:
                 continue
-            self._timed("candidate", lambda: candidate.sample(forced))
+            self._timed("candidate", lambda: candidate.sample(forced, grammar))
             if settings.observe:
                 parts.append(candidate.observation())
         self._steps = []
