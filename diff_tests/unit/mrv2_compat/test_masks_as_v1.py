@@ -99,7 +99,8 @@ def v1_processed(logits: Tensor, requests: list[Request]) -> Tensor:
         logitsprocs=LogitsProcessors(processors),
         thinking_budget_state_holder=None,
     )
-    return Sampler().apply_logits_processors(logits, cast("Any", metadata), False)
+    processed: Tensor = Sampler().apply_logits_processors(logits, cast("Any", metadata), False)
+    return processed
 
 
 def ours_processed(logits: Tensor, requests: list[Request], rows: list[int]) -> Tensor:
