@@ -178,6 +178,13 @@ class Runner:
         self._apply_events(plan)
         self._last_layout = None
 
+    def check(self, plan: StepPlan) -> None:
+        """Raise what `execute`, or `update_rows` for a plan without work, would; change nothing."""
+        check_events(plan, self.config, self.rows, self.block_tables)
+        if plan.scheduled.req_ids:
+            self._check_order(plan)
+            check_work(plan, self.config, self.rows)
+
     def _apply_events(self, plan: StepPlan) -> None:
         for req_id in plan.departed:
             row = self.rows.release(req_id)

@@ -28,22 +28,44 @@ class KnownRequest:
 class RequestLedger:
     """Requests that were announced and have not finished, by id.
 
-    Holds more than the live rows: preempted ones stay.
+    Holds more than the live rows: preempted ones stay. A step that is refused after it was
+    translated is taken back, so that the ledger and the rows never tell different stories.
     """
 
     def __init__(self) -> None:
         self._known: dict[str, KnownRequest] = {}
         self.num_announced = 0
         """Requests announced so far, finished ones counted in."""
+        self._before: dict[str, KnownRequest | None] = {}
+        """What was known before this step of each request that it changed."""
+        self._num_before = 0
+
+    def begin_step(self) -> None:
+        """Note the state that `take_back_step` returns to."""
+        self._before = {}
+        self._num_before = self.num_announced
+
+    def take_back_step(self) -> None:
+        """Undo what was announced and forgotten since `begin_step`."""
+        for req_id, known in self._before.items():
+            if known is None:
+                self._known.pop(req_id, None)
+            else:
+                self._known[req_id] = known
+        self.num_announced = self._num_before
+        self._before = {}
 
     def announce(self, req_id: str, known: KnownRequest) -> None:
         """Remember a new request; an id that is known already is replaced."""
+        self._before.setdefault(req_id, self._known.get(req_id))
         self._known[req_id] = known
         self.num_announced += 1
 
     def forget(self, req_id: str) -> None:
         """Drop a finished request; skip unknown ids, since vLLM also names ones that never ran."""
-        self._known.pop(req_id, None)
+        known = self._known.pop(req_id, None)
+        if known is not None:
+            self._before.setdefault(req_id, known)
 
     def get(self, req_id: str) -> KnownRequest:
         """Return what is known of a request.

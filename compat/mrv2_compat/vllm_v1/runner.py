@@ -31,6 +31,7 @@ from vllm.v1.worker.utils import AttentionGroup, clear_layer_kv_caches
 from vllm.v1.worker.workspace import reset_workspace_manager
 
 from mrv2 import (
+    Mrv2Error,
     NullTrace,
     ProtocolError,
     Runner,
@@ -211,19 +212,31 @@ class VllmRunner:
     def execute_model(
         self, scheduler_output: SchedulerOutput, intermediate_tensors: object | None = None
     ) -> ModelRunnerOutput | None:
-        """Queue a step up to its hidden states; a step without tokens only updates the rows."""
+        """Queue a step up to its hidden states; a step without tokens only updates the rows.
+
+        Raises:
+            ProtocolError, CapacityError, ConfigError: The step contradicts itself, the ledger or
+                the rows, or does not fit. Ledger and rows are as they were, so that another step
+                can be sent.
+        """
         if self._step is not None:
             raise ProtocolError(
                 "execute_model was called twice; call sample_tokens for the step in flight first"
             )
-        core = self._require_core()
-        config = self.model_config
+        core, kv, config = self._require_core(), self._require_kv(), self.model_config
         plan = plan_step(scheduler_output, self.ledger, config.seed, config.get_vocab_size())
-        self._require_kv().apply(scheduler_output)
-        if not plan.scheduled.req_ids:
-            core.update_rows(plan)
-            return EMPTY_MODEL_RUNNER_OUTPUT
-        self._step = core.execute(plan)
+        try:
+            kv.check(scheduler_output)
+            if scheduler_output.new_block_ids_to_zero or scheduler_output.kv_cache_block_copies:
+                core.check(plan)  # before blocks are overwritten
+                kv.apply(scheduler_output)
+            if not plan.scheduled.req_ids:
+                core.update_rows(plan)
+                return EMPTY_MODEL_RUNNER_OUTPUT
+            self._step = core.execute(plan)
+        except Mrv2Error:
+            self.ledger.take_back_step()
+            raise
         self.steps_executed += 1
         return None
 

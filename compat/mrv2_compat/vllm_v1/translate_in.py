@@ -32,12 +32,25 @@ def plan_step(
 
     Raises:
         ProtocolError: A request is scheduled that was never announced, or resumed without its
-            tokens.
+            tokens, or the lists contradict each other.
         UnsupportedByRunner: A new request asks for what the runner does not have, and was not
-            checked where it entered. The ledger is as it was.
+            checked where it entered. After either the ledger is as it was; `take_back_step` makes
+            it so where the plan is refused later.
     """
+    ledger.begin_step()
+    try:
+        return _plan(scheduler_output, ledger, engine_seed, vocab_size)
+    except Exception:
+        ledger.take_back_step()
+        raise
+
+
+def _plan(
+    scheduler_output: SchedulerOutput, ledger: RequestLedger, engine_seed: int, vocab_size: int
+) -> StepPlan:
     cached = scheduler_output.scheduled_cached_reqs
     new = scheduler_output.scheduled_new_reqs
+    _require_equal_lists(cached)
     for request in new:
         _require_support(request)
     for req_id in scheduler_output.finished_req_ids:
@@ -117,6 +130,14 @@ def _can_be_drawn(token_ids: Sequence[int], vocab_size: int) -> bool:
     return all(0 <= token_id < vocab_size for token_id in token_ids)
 
 
+def _require_equal_lists(cached: CachedRequestData) -> None:
+    lengths = (len(cached.new_block_ids), len(cached.num_computed_tokens),
+               len(cached.num_output_tokens))  # fmt: skip
+    num_reqs = len(cached.req_ids)
+    if lengths != (num_reqs, num_reqs, num_reqs):
+        raise ProtocolError(f"{num_reqs} requests go on, with lists of {lengths} entries")
+
+
 def _require_support(request: NewRequestData) -> None:
     """Refuse what slipped past the check at the entrance: ignoring it would give wrong tokens."""
     if request.sampling_params is None:
@@ -190,6 +211,11 @@ def _scheduled(scheduler_output: SchedulerOutput, ledger: RequestLedger) -> Sche
     num_scheduled = scheduler_output.num_scheduled_tokens
     prompt_lens = ledger.prompt_lens(req_ids)
     num_outputs = [*cached.num_output_tokens, *(0 for _ in new)]
+    if len(num_scheduled) != len(req_ids) or not all(map(num_scheduled.__contains__, req_ids)):
+        differing = sorted(set(req_ids) ^ set(num_scheduled)) or req_ids
+        raise ProtocolError(
+            f"the requests of the step and those with a number of tokens differ in {differing}"
+        )
     return Scheduled(
         req_ids=req_ids,
         num_tokens=list(map(num_scheduled.__getitem__, req_ids)),
