@@ -22,6 +22,7 @@ from mrv2_compat import selection as sel
 from mrv2_compat.doors import RUNNER_VAR
 from mrv2_compat.vllm_v1 import refusals, versions
 from mrv2_compat.vllm_v1.refusals import Refusal
+from mrv2_compat.vllm_v1.schedulers import choose_scheduler
 
 AUTO_WORKER = "auto"
 """vLLM's own value of `worker_cls` for "the platform chooses"."""
@@ -156,6 +157,8 @@ def settle(vllm_config: Any, asked_worker: str, kind: str) -> None:
     worker = _worker_of(decision, selection, kind)
     if worker is not None and asked_worker == AUTO_WORKER:
         vllm_config.parallel_config.worker_cls = worker
+    if decision.runner == sel.MRV2:
+        choose_scheduler(vllm_config)
     if decision.runner != sel.VLLM and vllm_config.use_v2_model_runner:
         raise ConfigError(
             f"{RUNNER_VAR}={selection.name!r} needs V1-mode scheduling, and vLLM schedules for "

@@ -21,7 +21,7 @@ class KnownRequest:
 
     prompt_len: int
     sampling: Sampling
-    sampling_params: "SamplingParams | None" = None
+    sampling_params: "SamplingParams"
     """vLLM's own parameters, which custom logits processors are shown."""
 
 

@@ -17,6 +17,7 @@ from vllm.model_executor.layers.rotary_embedding import _ROPE_DICT
 from vllm.model_executor.model_loader import get_model
 from vllm.model_executor.model_loader.reload.inplace import reload_weights
 from vllm.model_executor.warmup.jit_warmup import JitWarmupRegistry
+from vllm.sampling_params import SamplingParams
 from vllm.tasks import SupportedTask
 from vllm.utils.mem_utils import DeviceMemoryProfiler
 from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
@@ -39,6 +40,7 @@ from mrv2 import (
     StepTrace,
     UnsupportedByRunner,
     draw_unattached,
+    stages_with,
 )
 from mrv2_compat.vllm_v1.attention import (
     VllmAttentionPlanner,
@@ -47,14 +49,16 @@ from mrv2_compat.vllm_v1.attention import (
     create_builders,
 )
 from mrv2_compat.vllm_v1.config import runner_config
+from mrv2_compat.vllm_v1.custom_processors import CustomProcessors, load_custom_processors
 from mrv2_compat.vllm_v1.grammar_in import grammar_mask
 from mrv2_compat.vllm_v1.kv_cache import KVCaches, kv_cache_spec
 from mrv2_compat.vllm_v1.ledger import RequestLedger
 from mrv2_compat.vllm_v1.model import VllmModel
 from mrv2_compat.vllm_v1.refusals import backend_refusals, kv_cache_refusals
+from mrv2_compat.vllm_v1.schedulers import require_scheduler
 from mrv2_compat.vllm_v1.surface import raise_missing
 from mrv2_compat.vllm_v1.translate_in import plan_step
-from mrv2_compat.vllm_v1.translate_out import AsyncOutput, model_runner_output
+from mrv2_compat.vllm_v1.translate_out import AsyncOutput, model_runner_output, with_failures
 
 
 class VllmRunner:
@@ -102,6 +106,7 @@ class VllmRunner:
         self._kv: KVCaches | None = None
         self._core: Runner | None = None
         self._step: StepInFlight | None = None
+        self._processors: CustomProcessors | None = None
 
     # Start: load, profile, allocate.
 
@@ -258,9 +263,14 @@ class VllmRunner:
         )
         pending = core.sample(self._step, forced, grammar)
         self._step = None
+        failures: dict[str, str] = {}
+        if self._processors is not None:
+            self._processors.expect(pending.wait, forced)
+            failures = self._processors.take_failures()
+            require_scheduler(failures, self.scheduler_config.scheduler_cls)
         if self.scheduler_config.async_scheduling:
-            return AsyncOutput(pending)
-        return model_runner_output(pending.wait())
+            return AsyncOutput(pending, failures)
+        return with_failures(model_runner_output(pending.wait()), failures)
 
     def take_draft_token_ids(self) -> DraftTokenIds | None:
         """Return None: speculative decoding is refused."""
@@ -349,12 +359,19 @@ class VllmRunner:
         raise_missing(self, name)
 
     def _build_core(self, kv_cache_config: KVCacheConfig) -> Runner:
+        self._processors = load_custom_processors(self.vllm_config, self.device, self._params_of)
+        own = self._processors
+        reshaping, narrowing = (own.reshaping, own.narrowing) if own is not None else ((), ())
         return Runner(
             runner_config(self.vllm_config, kv_cache_config, self.device),
             self._require_model(),
             VllmAttentionPlanner(self.attn_groups, kv_cache_config),
             trace=self._trace,
+            stages=stages_with(reshaping, narrowing),
         )
+
+    def _params_of(self, req_id: str) -> SamplingParams:
+        return self.ledger.get(req_id).sampling_params
 
     def _require_model(self) -> VllmModel:
         if self._model is None:

@@ -1,5 +1,8 @@
 """From the runner's output to vLLM's ModelRunnerOutput. Pure, host values only."""
 
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+
 from vllm.v1.outputs import (
     AsyncModelRunnerOutput,
     KVConnectorOutput,
@@ -34,19 +37,46 @@ def _logprobs(output: RunnerOutput) -> LogprobsLists | None:
     )
 
 
+@dataclass
+class OutputWithFailures(ModelRunnerOutput):
+    """An output in which requests failed. Only schedulers of ours read it."""
+
+    failures: dict[str, str] = field(default_factory=dict)
+    """Why, for the id of each request that failed."""
+
+
+def with_failures(output: ModelRunnerOutput, failures: Mapping[str, str]) -> ModelRunnerOutput:
+    """Return an output without what failed requests drew; as it is where none failed."""
+    if not failures:
+        return output
+    values = {entry.name: getattr(output, entry.name) for entry in fields(output)}
+    values["sampled_token_ids"] = [
+        [] if req_id in failures else drawn
+        for req_id, drawn in zip(output.req_ids, output.sampled_token_ids, strict=True)
+    ]
+    values["prompt_logprobs_dict"] = {
+        req_id: logprobs
+        for req_id, logprobs in output.prompt_logprobs_dict.items()
+        if req_id not in failures
+    }
+    return OutputWithFailures(**values, failures=dict(failures))
+
+
 class AsyncOutput(AsyncModelRunnerOutput):
     """A step's output that vLLM asks for when it needs it, possibly on another thread.
 
     Args:
         pending: The runner's.
+        failures: Why requests of the step failed, by id.
     """
 
-    def __init__(self, pending: PendingOutput) -> None:
+    def __init__(self, pending: PendingOutput, failures: Mapping[str, str]) -> None:
         self._pending = pending
+        self._failures = failures
 
     def get_output(self) -> ModelRunnerOutput:
         """Wait for the step and return its output."""
-        return model_runner_output(self._pending.wait())
+        return with_failures(model_runner_output(self._pending.wait()), self._failures)
 
     def get_kv_connector_output(self) -> KVConnectorOutput | None:
         """Return nothing: KV connectors are refused."""

@@ -1,5 +1,7 @@
 """The ledger: what is remembered of a request, and until when."""
 
+from typing import Any
+
 import pytest
 
 from mrv2 import ProtocolError, Sampling
@@ -7,7 +9,8 @@ from mrv2_compat.vllm_v1.ledger import KnownRequest, RequestLedger
 
 
 def known(prompt_len: int) -> KnownRequest:
-    return KnownRequest(prompt_len=prompt_len, sampling=Sampling())
+    params: Any = None  # not looked at here
+    return KnownRequest(prompt_len=prompt_len, sampling=Sampling(), sampling_params=params)
 
 
 def test_a_request_is_known_from_its_announcement_until_it_is_forgotten() -> None:

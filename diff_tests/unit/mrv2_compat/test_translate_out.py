@@ -60,8 +60,31 @@ def test_an_output_in_flight_waits_once_it_is_asked_for() -> None:
             return output(None)
 
     pending: Any = Pending()
-    result = AsyncOutput(pending)
+    result = AsyncOutput(pending, {})
     assert pending.waited == 0
     assert result.get_output().sampled_token_ids == [[40], [], [41, 42]]
     assert pending.waited == 1
     assert result.get_kv_connector_output() is None
+
+
+def test_a_request_that_failed_draws_nothing_and_the_others_what_they_drew() -> None:
+    from mrv2_compat.vllm_v1.translate_out import AsyncOutput, OutputWithFailures, with_failures
+
+    whole = translated(output(Logprobs(token_ids=IDS, values=VALUES, ranks=RANKS)))
+    whole.prompt_logprobs_dict = {"a": None, "b": None}
+    assert with_failures(whole, {}) is whole
+    cut: Any = with_failures(whole, {"a": "it raised"})
+    assert isinstance(cut, OutputWithFailures)
+    assert cut.failures == {"a": "it raised"}
+    assert cut.sampled_token_ids == [[], [], [41, 42]]
+    assert (cut.req_ids, cut.req_id_to_index) == (whole.req_ids, whole.req_id_to_index)
+    assert (cut.logprobs, cut.prompt_logprobs_dict) == (whole.logprobs, {"b": None})
+    assert whole.sampled_token_ids == [[40], [], [41, 42]]
+
+    class Pending:
+        def wait(self) -> RunnerOutput:
+            return output(None)
+
+    pending: Any = Pending()
+    late: Any = AsyncOutput(pending, {"c": "it raised"}).get_output()
+    assert (late.sampled_token_ids, late.failures) == ([[40], [], []], {"c": "it raised"})
