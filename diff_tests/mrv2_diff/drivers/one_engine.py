@@ -37,7 +37,10 @@ _ENVIRONMENT = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """What one engine is to do: greedy continuations of prompts, all asked for at once."""
+    """What one engine is to do: continuations of prompts, greedy unless `options` say otherwise.
+
+    All are asked for at once.
+    """
 
     model: str
     """Folder of the checkpoint."""
@@ -45,9 +48,14 @@ class Job:
     """Arguments of vLLM's `LLM`."""
     prompts: list[list[int]]
     max_tokens: list[int]
-    """For each prompt; nothing else ends a continuation."""
+    """For each prompt; nothing else ends a continuation, unless its options say otherwise."""
     logprobs: list[int | None]
     """For each prompt."""
+    options: list[dict[str, Any]] = field(default_factory=list)
+    """For each prompt, further arguments of SamplingParams; none for any where the list is empty.
+    `structured_outputs` is a mapping of the arguments of StructuredOutputsParams."""
+    tokenizer: bool = False
+    """Whether the engine has its tokenizer, which grammars need."""
     check_syncs_from: int | None = None
     """Step from which a call that waits for the device fails inside `execute_model` and
     `sample_tokens`; None never checks. CUDA only."""
@@ -154,20 +162,14 @@ class Watch:
 
 def _run(job: Job) -> Outcome:
     from torch._dynamo.utils import counters
-    from vllm import LLM, SamplingParams
+    from vllm import LLM
 
-    llm = LLM(model=job.model, skip_tokenizer_init=True, **job.engine)
+    llm = LLM(model=job.model, skip_tokenizer_init=not job.tokenizer, **job.engine)
     engine = llm.llm_engine
     runner = engine.model_executor.driver_worker.worker.model_runner
     watch = Watch(runner, job.check_syncs_from)
-    parameters = [
-        SamplingParams(
-            temperature=0, max_tokens=limit, logprobs=count, ignore_eos=True, detokenize=False
-        )
-        for limit, count in zip(job.max_tokens, job.logprobs, strict=True)
-    ]
     prompts = [{"prompt_token_ids": prompt} for prompt in job.prompts]
-    finished = llm.generate(prompts, parameters, use_tqdm=False)
+    finished = llm.generate(prompts, _parameters(job), use_tqdm=False)
     groups = runner.attn_groups
     return Outcome(
         runner_class=f"{type(runner).__module__}.{type(runner).__qualname__}",
@@ -179,6 +181,29 @@ def _run(job: Job) -> Outcome:
         attention=sorted({group.backend.get_name() for row in groups for group in row}),
         continuations=[_continuation(request.outputs[0]) for request in finished],
     )
+
+
+def _parameters(job: Job) -> list[Any]:
+    from vllm import SamplingParams
+    from vllm.sampling_params import StructuredOutputsParams
+
+    options = job.options or [{} for _ in job.prompts]
+    parameters = []
+    for limit, count, further in zip(job.max_tokens, job.logprobs, options, strict=True):
+        asked = {
+            "temperature": 0,
+            "max_tokens": limit,
+            "logprobs": count,
+            "ignore_eos": True,
+            "detokenize": False,
+            **further,
+        }
+        if "structured_outputs" in asked:
+            asked["structured_outputs"] = StructuredOutputsParams(**asked["structured_outputs"])
+        if "logit_bias" in asked:  # a job travels as JSON, whose keys are text
+            asked["logit_bias"] = {int(token): bias for token, bias in asked["logit_bias"].items()}
+        parameters.append(SamplingParams(**asked))
+    return parameters
 
 
 def _continuation(output: Any) -> Continuation:
