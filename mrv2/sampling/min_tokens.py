@@ -122,14 +122,14 @@ def _hold_stops_reference(
     """
     rows = logit_rows.long()
     owners, places = places_of(bounds, logit_rows)
-    held = (positions < free_from[rows])[owners]
-    owners, places = owners[held], places[held]
+    is_held = positions < free_from[rows]
+    owners, places = owners[is_held[owners]], places[is_held[owners]]
     cells = owners, stop_ids[places].long()
     before = logits[cells]
     logits.index_put_(cells, logits.new_tensor(float("-inf")))
-    (may_yield,) = (yields[rows] != 0).nonzero(as_tuple=True)
+    (may_yield,) = (is_held & (yields[rows] != 0)).nonzero(as_tuple=True)
     is_empty = torch.zeros(len(logits), dtype=torch.bool, device=logits.device)
-    is_empty[may_yield] = logits[may_yield].isneginf().all(dim=1)
+    is_empty[may_yield] = logits[may_yield].amax(dim=1) == float("-inf")
     stays = is_empty[owners] & before.isfinite()
     logits.index_put_((cells[0][stays], cells[1][stays]), before[stays])
 
