@@ -90,11 +90,11 @@ def check_invariants(runner: Runner, live: LiveRequests, *, flushed: bool = True
         flushed: Whether the last step ran something, so that nothing may be left staged.
 
     Raises:
-        InvariantError: Named `rows`, `counters`, `staged`, `freed` or `bounded`.
+        InvariantError: Named `rows`, `freed`, `counters`, `staged` or `bounded`.
     """
     _check_rows(runner, live)
-    _check_counters(runner, live)
     _check_freed(runner)
+    _check_counters(runner, live)
     for path, value in owned(runner):
         if flushed:
             _check_staged(path, value)
@@ -125,14 +125,14 @@ def check_device(runner: Runner, scheduled: LiveRequests) -> None:
 
 
 def owned(runner: Runner) -> Iterator[tuple[str, object]]:
-    """Yield what a runner holds, each object once, with the path to it.
+    """Yield what a runner holds, each object once, with the shortest path to it.
 
     Gone through are the attributes of objects of `mrv2`, and the entries of containers.
     """
     seen: set[int] = set()
-    pending: list[tuple[str, object]] = [("runner", runner)]
+    pending = deque[tuple[str, object]]([("runner", runner)])
     while pending:
-        path, value = pending.pop()
+        path, value = pending.popleft()
         if id(value) in seen and not _is_scalar(value):
             continue
         seen.add(id(value))

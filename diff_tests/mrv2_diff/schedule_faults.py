@@ -1,0 +1,357 @@
+"""Faults of lifecycles and of lateness, put into the runner from outside, one at a time.
+
+Each names the check that must find it:
+
+- `late`: on a device that is late, what a story leaves behind differs from what it leaves on a
+  prompt one. On the prompt one the fault does not show at all.
+- `rows`, `counters`, `staged`, `freed`, `bounded`, `device`: an invariant of
+  `mrv2_diff.invariants`, the first that breaks.
+- `oracle`: a story's tokens are not those of the model, or it ends in an error of the runner.
+
+The runner has no switch for any of this: a fault replaces a method for as long as it is applied.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from typing import Any
+from unittest.mock import patch
+
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from mrv2 import runner
+from mrv2.batch.inputs import InputBuffers, InputViews
+from mrv2.batch.layout import BatchLayout, Int32, is_next_decode
+from mrv2.memory.transfers import Transfers
+from mrv2.output import PendingOutput
+from mrv2.plan import Scheduled, StepPlan
+from mrv2.runner import Runner
+from mrv2.sampling.sampler import Sampler, SamplerOutput
+from mrv2.state.block_tables import BlockTables
+from mrv2.state.requests import RequestColumns
+from mrv2.state.rows import RowTable
+from mrv2_diff.race_lane import LateEvent
+
+Patch = Callable[[], AbstractContextManager[object]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScheduleFault:
+    """One fault."""
+
+    id: str
+    title: str
+    found_by: str
+    """The check that must find it."""
+    apply: Patch
+    """Makes a context in which the runner has the fault."""
+
+
+# What shows only where the device is late.
+
+
+def _one_staging_buffer() -> AbstractContextManager[object]:
+    def faulty(self: Transfers) -> None:
+        self._ring[self._current].reset()
+
+    return patch.object(Transfers, "begin_step", faulty)
+
+
+def _staging_buffer_taken_back_early() -> AbstractContextManager[object]:
+    return patch.object(LateEvent, "query", lambda self: True)
+
+
+def _output_not_waited_for() -> AbstractContextManager[object]:
+    return patch.object(LateEvent, "synchronize", lambda self: None)
+
+
+@contextmanager
+def _event_before_the_copies() -> Iterator[None]:
+    init = PendingOutput.__init__
+
+    def faulty(
+        self: PendingOutput, layout: BatchLayout, sampled: SamplerOutput, transfers: Transfers
+    ) -> None:
+        ready = transfers.record()
+        init(self, layout, sampled, transfers)
+        self._ready = ready
+
+    with patch.object(PendingOutput, "__init__", faulty):
+        yield
+
+
+def _upload_of_live_memory() -> AbstractContextManager[object]:
+    def faulty(self: Transfers, values: npt.NDArray[Any], out: Tensor | None = None) -> Tensor:
+        source = torch.from_numpy(values)
+        if out is None:
+            out = torch.empty(source.shape, dtype=source.dtype)
+        self._copy(out, source)
+        return out
+
+    return patch.object(Transfers, "upload", faulty)
+
+
+# What shows wherever it is looked for.
+
+
+@contextmanager
+def _row_freed_one_step_early() -> Iterator[None]:
+    apply_events = Runner._apply_events
+
+    def faulty(self: Runner, plan: StepPlan) -> None:
+        apply_events(self, plan)
+        idle = [name for name in self.rows._row_of if name not in plan.scheduled.req_ids]
+        for name in idle:
+            row = self.rows.release(name)
+            for state in self._row_states:
+                state.evict(row)  # type: ignore[arg-type]  # it has a row
+
+    with patch.object(Runner, "_apply_events", faulty):
+        yield
+
+
+@contextmanager
+def _row_freed_one_step_late() -> Iterator[None]:
+    apply_events = Runner._apply_events
+    postponed: list[str] = []
+
+    def faulty(self: Runner, plan: StepPlan) -> None:
+        arriving = {arrival.req_id for arrival in plan.arrivals}
+        now = [name for name in plan.departed if name in arriving]
+        later = [name for name in plan.departed if name not in arriving]
+        departed = (*postponed, *now)
+        postponed[:] = later
+        apply_events(self, _replace(plan, departed=departed))
+
+    with patch.object(Runner, "_apply_events", faulty):
+        yield
+
+
+def _replace(plan: StepPlan, *, departed: tuple[str, ...]) -> StepPlan:
+    return StepPlan(
+        departed=departed,
+        arrivals=plan.arrivals,
+        continuations=plan.continuations,
+        scheduled=plan.scheduled,
+    )
+
+
+def _blocks_of_a_departed_row_kept() -> AbstractContextManager[object]:
+    return patch.object(BlockTables, "evict", lambda self, row: None)
+
+
+def _sampler_row_kept() -> AbstractContextManager[object]:
+    return patch.object(Sampler, "evict", lambda self, row: None)
+
+
+def _progress_not_told_again() -> AbstractContextManager[object]:
+    def faulty(self: RequestColumns, rows: Int32, num_computed_tokens: Int32) -> None:
+        self._counted[rows] = num_computed_tokens
+
+    return patch.object(RequestColumns, "agree", faulty)
+
+
+@contextmanager
+def _arrivals_before_departures() -> Iterator[None]:
+    apply_events = Runner._apply_events
+
+    def faulty(self: Runner, plan: StepPlan) -> None:
+        scheduled = plan.scheduled
+        apply_events(self, StepPlan(arrivals=plan.arrivals, scheduled=scheduled))
+        apply_events(
+            self,
+            StepPlan(departed=plan.departed, continuations=plan.continuations, scheduled=scheduled),
+        )
+
+    with patch.object(Runner, "_apply_events", faulty):
+        yield
+
+
+@contextmanager
+def _outputs_share_memory() -> Iterator[None]:
+    buffers: dict[torch.dtype, Tensor] = {}
+
+    def faulty(self: Transfers, values: Tensor) -> Tensor:
+        buffer = buffers.setdefault(values.dtype, torch.empty(4096, dtype=values.dtype))
+        out = buffer[: values.numel()].view(values.shape)
+        self._copy(out, values)
+        return out
+
+    with patch.object(Transfers, "download", faulty):
+        yield
+
+
+def _next_decode_in_another_order() -> AbstractContextManager[object]:
+
+    def faulty(layout: BatchLayout, scheduled: Scheduled) -> bool:
+        order = {name: index for index, name in enumerate(layout.req_ids)}
+        if set(order) != set(scheduled.req_ids):
+            return False
+        by_name = sorted(range(len(order)), key=lambda index: order[scheduled.req_ids[index]])
+        return is_next_decode(
+            layout,
+            Scheduled(
+                req_ids=[scheduled.req_ids[index] for index in by_name],
+                num_tokens=[scheduled.num_tokens[index] for index in by_name],
+                num_computed_tokens=[scheduled.num_computed_tokens[index] for index in by_name],
+                num_known_tokens=[scheduled.num_known_tokens[index] for index in by_name],
+            ),
+        )
+
+    return patch.object(runner, "is_next_decode", faulty)
+
+
+def _upload_skipped_by_shape() -> AbstractContextManager[object]:
+    def faulty(self: InputBuffers, packed: Int32, views: InputViews, transfers: Transfers) -> None:
+        if self._uploaded is None or packed.shape != self._uploaded.shape:
+            transfers.upload(packed, out=views.packed)
+            self._uploaded = packed
+
+    return patch.object(InputBuffers, "upload", faulty)
+
+
+@contextmanager
+def _column_not_flushed() -> Iterator[None]:
+    flush = RequestColumns.flush
+
+    def faulty(self: RequestColumns) -> None:
+        with patch.object(self.prompt_len, "flush", lambda: None):
+            flush(self)
+
+    with patch.object(RequestColumns, "flush", faulty):
+        yield
+
+
+def _more_blocks_not_counted() -> AbstractContextManager[object]:
+    def faulty(self: BlockTables, row: int, block_ids: Sequence[Sequence[int]]) -> None:
+        for index, (table, blocks) in enumerate(zip(self.tables, block_ids, strict=True)):
+            held = int(self._num_blocks[index, row])
+            table.stage_write(row, held, blocks)
+            if not held:
+                self._num_blocks[index, row] = len(blocks)
+
+    return patch.object(BlockTables, "append", faulty)
+
+
+@contextmanager
+def _state_of_departed_requests_piles_up() -> Iterator[None]:
+    release = RowTable.release
+    freed: list[int] = []
+
+    def faulty(self: RowTable, req_id: str) -> int | None:
+        row = release(self, req_id)
+        if row is not None:
+            freed.append(row)
+            self._num_rows_freed = freed  # type: ignore[attr-defined]  # the fault
+        return row
+
+    with patch.object(RowTable, "release", faulty):
+        yield
+
+
+SCHEDULE_FAULTS = (
+    ScheduleFault(
+        id="one-staging-buffer",
+        title="every step stages into the buffer that the device may still read",
+        found_by="late",
+        apply=_one_staging_buffer,
+    ),
+    ScheduleFault(
+        id="staging-buffer-taken-back-early",
+        title="a buffer of the ring is used again without asking whether its step has passed",
+        found_by="late",
+        apply=_staging_buffer_taken_back_early,
+    ),
+    ScheduleFault(
+        id="output-not-waited-for",
+        title="an output is read without waiting for its event",
+        found_by="late",
+        apply=_output_not_waited_for,
+    ),
+    ScheduleFault(
+        id="event-before-the-copies",
+        title="an output's event stands before the copies that it is for",
+        found_by="late",
+        apply=_event_before_the_copies,
+    ),
+    ScheduleFault(
+        id="upload-of-live-memory",
+        title="uploads read the host's own arrays when they act",
+        found_by="late",
+        apply=_upload_of_live_memory,
+    ),
+    ScheduleFault(
+        id="row-freed-one-step-early",
+        title="a request that pauses for a step loses its row",
+        found_by="rows",
+        apply=_row_freed_one_step_early,
+    ),
+    ScheduleFault(
+        id="row-freed-one-step-late",
+        title="departures are applied in the step after theirs",
+        found_by="rows",
+        apply=_row_freed_one_step_late,
+    ),
+    ScheduleFault(
+        id="blocks-of-a-departed-row-kept",
+        title="a freed row still holds the blocks of the request that left",
+        found_by="freed",
+        apply=_blocks_of_a_departed_row_kept,
+    ),
+    ScheduleFault(
+        id="sampler-row-kept",
+        title="a freed row still has the sampling parameters of the request that left",
+        found_by="freed",
+        apply=_sampler_row_kept,
+    ),
+    ScheduleFault(
+        id="state-of-departed-requests-piles-up",
+        title="something is kept for every request that ever left",
+        found_by="bounded",
+        apply=_state_of_departed_requests_piles_up,
+    ),
+    ScheduleFault(
+        id="column-not-flushed",
+        title="a column that the host changed is not copied to the device",
+        found_by="staged",
+        apply=_column_not_flushed,
+    ),
+    ScheduleFault(
+        id="more-blocks-not-counted",
+        title="blocks of a continuation are written over by the next ones",
+        found_by="counters",
+        apply=_more_blocks_not_counted,
+    ),
+    ScheduleFault(
+        id="progress-not-told-again",
+        title="the device is not told of progress that was taken back",
+        found_by="device",
+        apply=_progress_not_told_again,
+    ),
+    ScheduleFault(
+        id="arrivals-before-departures",
+        title="arrivals are applied before the departures of their step",
+        found_by="oracle",
+        apply=_arrivals_before_departures,
+    ),
+    ScheduleFault(
+        id="outputs-share-memory",
+        title="every step's tokens are downloaded to the same host memory",
+        found_by="oracle",
+        apply=_outputs_share_memory,
+    ),
+    ScheduleFault(
+        id="next-decode-in-another-order",
+        title="a decode of the same requests in another order is laid out as the last one was",
+        found_by="oracle",
+        apply=_next_decode_in_another_order,
+    ),
+    ScheduleFault(
+        id="upload-skipped-by-shape",
+        title="a layout is not uploaded if the last one had its shape",
+        found_by="oracle",
+        apply=_upload_skipped_by_shape,
+    ),
+)

@@ -1,0 +1,90 @@
+"""Faults of lifecycles and of lateness are found, each by the check named beforehand."""
+
+from collections.abc import Callable
+from functools import cache
+
+import pytest
+import torch
+
+from mrv2 import KVGroup, Mrv2Error, RunnerConfig
+from mrv2_diff.invariants import InvariantError
+from mrv2_diff.late_play import Played, play_late
+from mrv2_diff.race_lane import LastMoment
+from mrv2_diff.schedule_faults import SCHEDULE_FAULTS, ScheduleFault
+from mrv2_diff.toy_stories import RandomStory, mixed_sampling
+
+CONFIG = RunnerConfig(
+    device=torch.device("cpu"),
+    max_num_reqs=5,
+    max_num_tokens=40,
+    max_model_len=48,
+    vocab_size=97,
+    kv_groups=(KVGroup(block_size=4, max_blocks=12), KVGroup(block_size=8, max_blocks=6)),
+)
+WINDOWS = (None, 6)
+LAG = 2
+ENDS_BADLY = (Mrv2Error, RuntimeError, IndexError)
+"""A wrong layout or a wrong row may end a story, since torch checks shapes and bounds on a CPU."""
+
+
+def mixed(late: bool) -> Played:
+    story = RandomStory(2, CONFIG, sampling=mixed_sampling)
+    schedule = LastMoment() if late else None
+    return play_late(CONFIG, story, 30, lag=LAG, schedule=schedule, windows=WINDOWS)
+
+
+@cache
+def right() -> Played:
+    """What the story leaves where nothing is wrong and nothing is late."""
+    return mixed(late=False)
+
+
+def found_late() -> str | None:
+    """Say whether a fault shows on a late device, and on that alone."""
+    right_before = right()
+    if mixed(late=False).differences(right_before):
+        return "shows on a prompt device, too"
+    try:
+        return "late" if mixed(late=True).differences(right_before) else None
+    except ENDS_BADLY:
+        return "late"
+
+
+def found_by_invariants() -> str | None:
+    """Return the name of the first invariant that breaks."""
+    try:
+        story = RandomStory(3, CONFIG, sampling=mixed_sampling)
+        play_late(CONFIG, story, 120, lag=1, windows=WINDOWS, checked=True)
+    except InvariantError as broken:
+        return broken.name
+    return None
+
+
+def found_by_oracle() -> str | None:
+    """Say whether a fault changes tokens, or makes the runner refuse a right plan."""
+    try:
+        played = play_late(CONFIG, RandomStory(3, CONFIG), 120, lag=1, windows=WINDOWS)
+    except ENDS_BADLY:
+        return "oracle"
+    return "oracle" if played.outputs != played.expected else None
+
+
+CHECKS: dict[str, Callable[[], str | None]] = {"late": found_late, "oracle": found_by_oracle}
+
+
+@pytest.mark.parametrize("fault", SCHEDULE_FAULTS, ids=lambda fault: fault.id)
+def test_a_fault_is_found_by_the_check_named_beforehand(fault: ScheduleFault) -> None:
+    right()
+    check = CHECKS.get(fault.found_by, found_by_invariants)
+    with fault.apply():
+        assert check() == fault.found_by
+
+
+def test_nothing_is_found_where_there_is_no_fault() -> None:
+    assert found_late() is None
+    assert found_by_invariants() is None
+    assert found_by_oracle() is None
+
+
+def test_there_are_at_least_twelve_faults_with_names_of_their_own() -> None:
+    assert len({fault.id for fault in SCHEDULE_FAULTS}) == len(SCHEDULE_FAULTS) >= 12
