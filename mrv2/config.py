@@ -16,10 +16,21 @@ as the draw sees them; normalised, or as they are."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ThinkingMarkers:
-    """Token sequences around a model's thinking."""
+    """Token sequences around a model's thinking.
+
+    Raises:
+        ConfigError: There is no start or no end.
+    """
 
     start: tuple[int, ...]
     end: tuple[int, ...]
+    """Forced where a budget is used up. It may begin with a phrase that leads to the answer."""
+    natural_end: tuple[int, ...] = ()
+    """What the model itself writes to end its thinking. Empty for `end`."""
+
+    def __post_init__(self) -> None:
+        if not self.start or not self.end:
+            raise ConfigError(f"the thinking markers are {self}; give a start and an end")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,10 +9,11 @@ from mrv2.sampling.min_tokens import MinTokens
 from mrv2.sampling.penalties import Penalties
 from mrv2.sampling.stage import StageFactory
 from mrv2.sampling.temperature import Temperature
+from mrv2.sampling.thinking_budget import ThinkingBudget
 
 RESHAPING: tuple[StageFactory, ...] = (AllowedTokens, BadWords, MinTokens, LogitBias)
 """Masks and biases, which may change the likeliest token."""
-PENALISING: tuple[StageFactory, ...] = (Penalties,)
+PENALISING: tuple[StageFactory, ...] = (Penalties, ThinkingBudget)
 DIVIDING: tuple[StageFactory, ...] = (Temperature,)
 """From here on the likeliest token stays what it is."""
 CUTTING: tuple[StageFactory, ...] = ()
