@@ -44,7 +44,7 @@ def test_every_op_is_compiled() -> None:
     assert {name.split("(")[0] for name in LAUNCHES} == {op.name for op in all_ops()}
 
 
-@pytest.mark.parametrize("name", LAUNCHES)
+@pytest.mark.parametrize("name", LAUNCHES, ids=list(LAUNCHES))
 def test_kernel_compiles(name: str) -> None:
     cubin = LAUNCHES[name].compile_offline()
     assert cubin.startswith(b"\x7fELF")
