@@ -25,9 +25,10 @@ class MirroredTensor:
         self._dirty = False
 
     def set(self, row: int, value: float) -> None:
-        """Write one row on the host."""
-        self.host[row] = value
-        self._dirty = True
+        """Write one row on the host. A value that stands there already costs no copy."""
+        if self.host[row] != value:
+            self.host[row] = value
+            self._dirty = True
 
     def flush(self) -> None:
         """Queue the copy if the host has written since the last one."""
