@@ -41,6 +41,8 @@ class KVGroup:
     """Tokens in a block, as the scheduler counts blocks."""
     max_blocks: int
     """Blocks that the longest request can hold: columns of this group's block table."""
+    num_blocks: int = 2**31 - 1
+    """Blocks of the cache: an id of this or more is refused. By default all that int32 can name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,9 +72,10 @@ class RunnerConfig:
             if value < 1:
                 raise ConfigError(f"{name} is {value}; it must be at least 1")
         for index, group in enumerate(self.kv_groups):
-            if group.block_size < 1 or group.max_blocks < 1:
+            if min(group.block_size, group.max_blocks, group.num_blocks) < 1:
                 raise ConfigError(
-                    f"kv_groups[{index}] is {group}; block_size and max_blocks must be at least 1"
+                    f"kv_groups[{index}] is {group}; "
+                    "block_size, max_blocks and num_blocks must be at least 1"
                 )
             capacity = group.block_size * group.max_blocks
             if capacity < self.max_model_len:

@@ -138,9 +138,11 @@ class Runner:
                 `grammar` does not fit its logits. The step can still be sampled after the latter.
             ConfigError: A forced token is outside the vocabulary. The step can still be sampled.
         """
-        if step.number != self._num_sampled + 1:
+        if not step.number == self._num_sampled + 1 == self._num_executed:
+            executed = "" if self._num_sampled < self._num_executed else ", and was not executed"
             raise ProtocolError(
-                f"step {step.number} cannot be sampled; step {self._num_sampled + 1} is next"
+                f"step {step.number} cannot be sampled; "
+                f"step {self._num_sampled + 1} is next{executed}"
             )
         batch = step.batch
         forced_ids = None if forced is None else self._forced_ids(batch, forced)

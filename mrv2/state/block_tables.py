@@ -177,27 +177,35 @@ class BlockTables:
         for table in self.tables:
             table.apply_write()
 
-    def check(self, row: int | None, block_ids: Sequence[Sequence[int]]) -> None:
-        """Raise what `append` would raise, and change nothing.
+    def check(self, req_id: str, row: int | None, block_ids: Sequence[Sequence[int]]) -> None:
+        """Refuse blocks that cannot be appended, and change nothing.
 
         Args:
+            req_id: Whose they are, for the message.
             row: The request's row; None for one that is empty.
             block_ids: New blocks for each KV group.
 
         Raises:
-            CapacityError: A group's table has no room for them.
+            CapacityError: A group's table has no room for them, or its cache has no such block.
             ProtocolError: They are not for as many groups as there are.
         """
         if len(block_ids) != len(self.groups):
             raise ProtocolError(
-                f"blocks are given for {len(block_ids)} KV groups; there are {len(self.groups)}"
+                f"request {req_id!r}: blocks are given for {len(block_ids)} KV groups; "
+                f"there are {len(self.groups)}"
             )
         for index, (group, blocks) in enumerate(zip(self.groups, block_ids, strict=True)):
             num_held = 0 if row is None else int(self._num_blocks[index, row])
             if num_held + len(blocks) > group.max_blocks:
                 raise CapacityError(
-                    f"{len(blocks)} blocks are added to {num_held} of KV group {index}; "
-                    f"its max_blocks is {group.max_blocks}"
+                    f"request {req_id!r}: {len(blocks)} blocks are added to {num_held} of "
+                    f"KV group {index}; its max_blocks is {group.max_blocks}"
+                )
+            if blocks and not 0 <= min(blocks) <= max(blocks) < group.num_blocks:
+                outside = min(blocks) if min(blocks) < 0 else max(blocks)
+                raise CapacityError(
+                    f"request {req_id!r} is given block {outside} of KV group {index}; "
+                    f"the cache has {group.num_blocks} blocks"
                 )
 
     def append(self, row: int, block_ids: Sequence[Sequence[int]]) -> None:

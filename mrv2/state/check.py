@@ -4,6 +4,7 @@ A plan that is refused leaves the runner as it was, so the host may send a bette
 look at host values only; their cost grows with a step's requests, not with their tokens.
 """
 
+from collections import Counter
 from operator import add, le
 
 import numpy as np
@@ -24,7 +25,8 @@ def check_events(
     Raises:
         CapacityError: More requests, tokens or blocks than there is room for.
         ConfigError: An arrival asks for what this runner cannot give.
-        ProtocolError: A request arrives while it is live, or continues without a row.
+        ProtocolError: A request arrives while it is live, or with counts beyond its tokens, or
+            continues without a row.
     """
     if not plan.arrivals and not plan.continuations:
         return
@@ -35,7 +37,7 @@ def check_events(
             raise ProtocolError(f"request {req_id!r} arrived twice; let it depart first")
         arriving.add(req_id)
         _check_arrival(arrival, config)
-        block_tables.check(None, arrival.block_ids)
+        block_tables.check(req_id, None, arrival.block_ids)
     if arriving:
         num_staying = len(rows) - sum(req_id in rows for req_id in departed)
         _check_room(num_staying, len(arriving), config.max_num_reqs)
@@ -45,7 +47,7 @@ def check_events(
         if req_id in arriving or req_id in departed or req_id in continuing:
             raise ProtocolError(f"request {req_id!r} continues in the step of another event of its")
         continuing.add(req_id)
-        block_tables.check(rows.row(req_id), continuation.new_block_ids)
+        block_tables.check(req_id, rows.row(req_id), continuation.new_block_ids)
 
 
 def check_work(
@@ -113,7 +115,8 @@ def _check_lists(scheduled: Scheduled) -> None:
     if lengths != (num_reqs, num_reqs, num_reqs):
         raise ProtocolError(f"{num_reqs} requests are scheduled with lists of {lengths} entries")
     if len(set(scheduled.req_ids)) != num_reqs:
-        raise ProtocolError(f"a request is scheduled twice in one step: {scheduled.req_ids}")
+        twice = next(name for name, count in Counter(scheduled.req_ids).items() if count > 1)
+        raise ProtocolError(f"request {twice!r} is scheduled twice in one step")
 
 
 def _check_rows(plan: StepPlan, rows: RowTable) -> npt.NDArray[np.int32] | None:
@@ -135,6 +138,15 @@ def _check_arrival(arrival: Arrival, config: RunnerConfig) -> None:
             f"request {arrival.req_id!r} arrives with {num_tokens} tokens; it needs at least one, "
             f"and max_model_len is {config.max_model_len}"
         )
+    for name, value in (
+        ("num_computed_tokens", arrival.num_computed_tokens),
+        ("prompt_len", arrival.prompt_len),
+    ):
+        if not 0 <= value <= num_tokens:
+            raise ProtocolError(
+                f"request {arrival.req_id!r} arrives with {name} {value}; "
+                f"it has {num_tokens} tokens"
+            )
     sampling = arrival.sampling
     faults = sampling_faults(sampling, config.vocab_size, has_markers=config.thinking is not None)
     given, prompt_len = arrival.num_computed_tokens, arrival.prompt_len

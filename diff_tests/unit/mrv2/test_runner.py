@@ -22,6 +22,7 @@ from mrv2 import (
     StepPlan,
 )
 from mrv2.memory.staged import StagedWriteTensor
+from mrv2_diff.invariants import snapshot
 from mrv2_diff.models.hashlm import hashlm_tokens
 from mrv2_diff.toy_host import Toy, ToyHost
 from mrv2_diff.toy_stories import RandomStory
@@ -32,7 +33,10 @@ CONFIG = RunnerConfig(
     max_num_tokens=48,
     max_model_len=64,
     vocab_size=97,
-    kv_groups=(KVGroup(block_size=4, max_blocks=16), KVGroup(block_size=8, max_blocks=8)),
+    kv_groups=(
+        KVGroup(block_size=4, max_blocks=16, num_blocks=400),
+        KVGroup(block_size=8, max_blocks=8, num_blocks=400),
+    ),
 )
 WINDOWS = (None, 5)
 
@@ -432,6 +436,45 @@ WRONG_PLANS: dict[str, tuple[StepPlan, type[Mrv2Error], str]] = {
         ProtocolError,
         "blocks are given for 1 KV groups; there are 2",
     ),
+    "a block that the cache lacks": (
+        StepPlan(departed=("b",), arrivals=(arrival("n", block_ids=([30], [400])),), scheduled=NEW),
+        CapacityError,
+        "request 'n' is given block 400 of KV group 1; the cache has 400 blocks",
+    ),
+    "a block below the first": (
+        StepPlan(
+            departed=("b",),
+            continuations=(Continuation(req_id="a", new_block_ids=([31, -1], [])),),
+            scheduled=scheduled(a=(1, 9, 10)),
+        ),
+        CapacityError,
+        "request 'a' is given block -1 of KV group 0; the cache has 400 blocks",
+    ),
+    "fewer than no token computed": (
+        StepPlan(departed=("b",), arrivals=(arrival("n", num_computed_tokens=-1),), scheduled=NEW),
+        ProtocolError,
+        "request 'n' arrives with num_computed_tokens -1; it has 4 tokens",
+    ),
+    "more tokens computed than there are": (
+        StepPlan(departed=("b",), arrivals=(arrival("n", num_computed_tokens=5),), scheduled=NEW),
+        ProtocolError,
+        "request 'n' arrives with num_computed_tokens 5; it has 4 tokens",
+    ),
+    "a prompt longer than the tokens": (
+        StepPlan(departed=("b",), arrivals=(arrival("n", prompt_len=5),), scheduled=NEW),
+        ProtocolError,
+        "request 'n' arrives with prompt_len 5; it has 4 tokens",
+    ),
+    "fewer than no token known": (
+        StepPlan(departed=("b",), scheduled=scheduled(a=(1, 9, -1))),
+        ProtocolError,
+        "'a' is to run 1 tokens from position 9 on; it has -1",
+    ),
+    "fewer than no token to run": (
+        StepPlan(departed=("b",), scheduled=scheduled(a=(-1, 9, 10))),
+        ProtocolError,
+        "'a' is to run -1 tokens from position 9 on; it has 10",
+    ),
     "more logprobs than tokens": (
         StepPlan(
             arrivals=(arrival("o"), arrival("n", sampling=Sampling(num_logprobs=98))),
@@ -466,7 +509,7 @@ WRONG_PLANS: dict[str, tuple[StepPlan, type[Mrv2Error], str]] = {
             ),
         ),
         ProtocolError,
-        "scheduled twice",
+        "request 'a' is scheduled twice in one step",
     ),
     "lists of different lengths": (
         StepPlan(departed=("b",), scheduled=replace(scheduled(a=(1, 9, 10)), num_tokens=[1, 1])),
@@ -487,10 +530,10 @@ def test_a_wrong_plan_changes_nothing(toy: Toy, name: str) -> None:
     toy.host.add("a", prompt(9))
     toy.host.add("b", prompt(5, first=3))
     toy.run({"a": 9, "b": 5})
+    before = snapshot(toy.runner)
     with pytest.raises(error, match=message):
         toy.runner.execute(plan)
-    assert len(toy.runner.rows) == 2
-    assert [tensor.num_staged for tensor in staged_tensors(toy)] == [0, 0, 0, 0]
+    assert snapshot(toy.runner) == before
     toy.host.add("c", prompt(3, first=11))
     toy.run({"b": 1, "c": 3, "a": 1})
     toy.run({"a": 1, "b": 1, "c": 1})
@@ -506,8 +549,10 @@ def test_wrong_events_of_a_step_without_work_change_nothing(toy: Toy, name: str)
     toy.host.add("a", prompt(9))
     toy.host.add("b", prompt(5, first=3))
     toy.run({"a": 9, "b": 5})
+    before = snapshot(toy.runner)
     with pytest.raises(error, match=message):
         toy.runner.update_rows(plan)
+    assert snapshot(toy.runner) == before
     toy.run({"a": 1, "b": 1})
     assert_true_to_the_oracle(toy, at_least=4)
 
@@ -516,17 +561,31 @@ def test_a_step_is_sampled_once(toy: Toy) -> None:
     toy.host.add("a", prompt(9))
     step = toy.runner.execute(toy.host.plan({"a": 9}))
     toy.host.take(toy.runner.sample(step).wait())
+    before = snapshot(toy.runner)
     with pytest.raises(ProtocolError, match="step 1 cannot be sampled; step 2 is next"):
         toy.runner.sample(step)
+    assert snapshot(toy.runner) == before
     toy.run({"a": 1})
     assert_true_to_the_oracle(toy, at_least=2)
+
+
+def test_a_step_is_sampled_by_the_runner_that_executed_it(toy: Toy) -> None:
+    toy.host.add("a", prompt(9))
+    step = toy.runner.execute(toy.host.plan({"a": 9}))
+    other = Toy(CONFIG, windows=WINDOWS)
+    before = snapshot(other.runner)
+    with pytest.raises(ProtocolError, match="step 1 is next, and was not executed"):
+        other.runner.sample(step)
+    assert snapshot(other.runner) == before
 
 
 def test_a_step_is_sampled_before_the_next_is_executed(toy: Toy) -> None:
     toy.host.add("a", prompt(9))
     step = toy.runner.execute(toy.host.plan({"a": 9}))
+    before = snapshot(toy.runner)
     with pytest.raises(ProtocolError, match="step 1 was executed but not sampled"):
         toy.runner.execute(StepPlan(departed=("a",), scheduled=scheduled(a=(1, 9, 10))))
+    assert snapshot(toy.runner) == before
     toy.host.take(toy.runner.sample(step).wait())
     toy.run({"a": 1})
     assert_true_to_the_oracle(toy, at_least=2)

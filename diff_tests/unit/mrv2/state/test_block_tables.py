@@ -52,18 +52,18 @@ def test_the_next_owner_of_a_row_starts_at_the_first_column(tables: BlockTables)
 
 def test_a_full_table_takes_no_more(tables: BlockTables) -> None:
     tables.admit(0, arrival(list(range(6)), [1]))
-    tables.check(0, ([], [2, 3]))
-    tables.check(None, (list(range(6)), [1, 2, 3]))
+    tables.check("a", 0, ([], [2, 3]))
+    tables.check("a", None, (list(range(6)), [1, 2, 3]))
     with pytest.raises(
-        CapacityError, match="1 blocks are added to 6 of KV group 0; its max_blocks is 6"
+        CapacityError, match="'a': 1 blocks are added to 6 of KV group 0; its max_blocks is 6"
     ):
-        tables.check(0, ([9], []))
+        tables.check("a", 0, ([9], []))
     with pytest.raises(
         CapacityError, match="3 blocks are added to 1 of KV group 1; its max_blocks is 3"
     ):
-        tables.check(0, ([], [1, 2, 3]))
+        tables.check("a", 0, ([], [1, 2, 3]))
     with pytest.raises(ProtocolError, match="blocks are given for 3 KV groups; there are 2"):
-        tables.check(0, ([], [], []))
+        tables.check("a", 0, ([], [], []))
     with pytest.raises(CapacityError, match=r"columns 6\.\.7 of row 0"):
         tables.append(0, ([9], []))
 
