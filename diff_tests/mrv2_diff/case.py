@@ -32,6 +32,8 @@ class EngineSpec:
 
     The tightest floor shows the most; vLLM's own choice would be bfloat16.
     """
+    tokenizer: bool = False
+    """Whether the engine has its tokenizer, which grammars need."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

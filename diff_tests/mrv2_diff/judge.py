@@ -199,6 +199,9 @@ def expectations(events: tuple[Event, ...]) -> Expectations:
     return Expectations(
         greedy=frozenset(event.req_id for event in adds if event.temperature == 0.0),
         num_logprobs={event.req_id: event.logprobs for event in adds},
+        structured=frozenset(
+            event.req_id for event in adds if event.further.get("structured_outputs")
+        ),
     )
 
 

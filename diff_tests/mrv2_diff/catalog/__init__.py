@@ -1,12 +1,13 @@
 """Every case, by id. One module for each area."""
 
 from mrv2_diff.case import Case
-from mrv2_diff.catalog import attention, lifecycle, logprobs, sampling, sampling_single
+from mrv2_diff.catalog import attention, lifecycle, logprobs, sampling, sampling_single, structured
 
 _ALL = (
     *lifecycle.CASES,
     *sampling.CASES,
     *sampling_single.CASES,
+    *structured.CASES,
     *logprobs.CASES,
     *attention.CASES,
 )

@@ -36,6 +36,8 @@ class Expectations:
     """Requests whose tokens must be equal."""
     num_logprobs: Mapping[str, int | None]
     """Logprobs that each request asked for; -1 for the whole vocabulary."""
+    structured: frozenset[str] = frozenset()
+    """Requests under a grammar, whose logits may be -inf."""
 
     def without(self, req_ids: frozenset[str]) -> "Expectations":
         """Return the expectations with no logprobs of some requests."""
@@ -139,7 +141,7 @@ def _compare_draws(
     greedy = np.array(
         [index for index, owner in enumerate(owners) if owner in expected.greedy], dtype=np.int64
     )
-    tally.not_finite += int((~np.isfinite(logits)).sum())
+    tally.not_finite += _num_not_finite(expected, owners, logits)
     tally.departed += len(wanted.logprobs_departed)
     tokens = _without_near_ties(tally, place, wanted, candidate.tokens[rows], greedy)
     tally.exact(
@@ -161,6 +163,15 @@ def _compare_draws(
     if not np.array_equal(candidate.tokens, candidate.drawn):
         wrong = f"returned {candidate.tokens.tolist()}, drew {candidate.drawn.tolist()}"
         tally.structure("output", place, 0, [wrong])
+
+
+def _num_not_finite(expected: Expectations, owners: list[str], logits: FloatArray) -> int:
+    """Count the logits that say nothing: of a grammar's request, -inf only where all are."""
+    wrong = ~np.isfinite(logits)
+    for row, owner in enumerate(owners):
+        if owner in expected.structured and not np.isneginf(logits[row]).all():
+            wrong[row] &= ~np.isneginf(logits[row])
+    return int(wrong.sum())
 
 
 def _vocab_size(observation: Observation) -> int:

@@ -14,6 +14,7 @@ process.prepare()
 import torch  # noqa: E402
 from vllm import LLM, SamplingParams  # noqa: E402
 from vllm.distributed import cleanup_dist_env_and_memory  # noqa: E402
+from vllm.sampling_params import StructuredOutputsParams  # noqa: E402
 
 from mrv2_diff.case import Abort, Add, EngineSpec, Event  # noqa: E402
 from mrv2_diff.lockstep.worker import LockstepWorker, Pass  # noqa: E402
@@ -42,7 +43,7 @@ class LockstepEngine:
             torch.set_num_threads(THREADS)
         self._llm: Any = LLM(
             model=str(model),
-            skip_tokenizer_init=True,
+            skip_tokenizer_init=not spec.tokenizer,
             enforce_eager=True,
             seed=0,
             dtype=spec.dtype,
@@ -99,6 +100,10 @@ class LockstepEngine:
     def _request(self, event: Add) -> Any:
         further = {name: _plain(value) for name, value in event.further.items()}
         bad_words = further.pop("bad_words", None)
+        grammar = event.further.get("structured_outputs")
+        if isinstance(grammar, dict):
+            arguments = {name: _plain(value) for name, value in grammar.items()}
+            further["structured_outputs"] = StructuredOutputsParams(**arguments)
         params = SamplingParams(
             max_tokens=event.max_tokens,
             temperature=event.temperature,

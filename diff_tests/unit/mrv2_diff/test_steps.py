@@ -225,6 +225,26 @@ def test_logits_that_are_nan_on_both_sides_are_counted(observe: Observe) -> None
     assert tally.not_finite == 1
 
 
+@pytest.mark.parametrize(
+    ("where", "value", "structured", "count"),
+    [
+        ((0, slice(0, 2)), float("-inf"), "a", 0),
+        ((0, slice(0, 2)), float("-inf"), "b", 2),
+        ((0, 2), float("nan"), "a", 1),
+        ((0, 2), float("inf"), "a", 1),
+        # Nothing is left to draw.
+        ((0, slice(0, 6)), float("-inf"), "a", 6),
+    ],
+)
+def test_logits_of_a_grammars_request_may_be_cut_off(
+    observe: Observe, where: Any, value: float, structured: str, count: int
+) -> None:
+    step = observe()
+    broken = dataclasses.replace(step, logits=_changed(step.logits, where, value))
+    expected = dataclasses.replace(GREEDY, structured=frozenset(structured))
+    assert _compare(broken, broken, expected).not_finite == count
+
+
 def test_processed_logits_may_be_cut_off_on_both_sides(observe: Observe) -> None:
     step = observe()
     cut = dataclasses.replace(
