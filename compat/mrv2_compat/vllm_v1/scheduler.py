@@ -16,10 +16,11 @@ from vllm.v1.request import RequestStatus
 from mrv2_compat.vllm_v1.translate_out import OutputWithFailures
 
 
-class _FinishesFailures:
-    """What is added to either scheduler."""
+class FinishesFailures:
+    """What is added to either of vLLM's schedulers."""
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
+        """Take a step's output as vLLM does, then finish the requests that failed in it."""
         outputs: dict[int, EngineCoreOutputs] = super().update_from_output(  # type: ignore[misc]
             scheduler_output, model_runner_output
         )
@@ -43,9 +44,9 @@ class _FinishesFailures:
         return outputs
 
 
-class FailingScheduler(_FinishesFailures, Scheduler):
+class FailingScheduler(FinishesFailures, Scheduler):
     """vLLM's scheduler, with failures of single requests."""
 
 
-class FailingAsyncScheduler(_FinishesFailures, AsyncScheduler):
+class FailingAsyncScheduler(FinishesFailures, AsyncScheduler):
     """vLLM's scheduler that plans a step ahead, with failures of single requests."""

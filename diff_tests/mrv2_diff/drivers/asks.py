@@ -1,6 +1,7 @@
 """One vLLM engine in a process of its own: any requests go in, and what became of each comes out.
 
-A refusal is an answer too. `one_engine.py` is for many greedy continuations, compared as figures; here each request counts.
+A refusal is an answer too. `one_engine.py` is for many greedy continuations, compared as figures;
+here each request counts.
 """
 
 import dataclasses
@@ -145,7 +146,7 @@ def main() -> None:
 
     job = json.load(sys.stdin)
     engine = LLMEngine.from_engine_args(EngineArgs(**job["engine"]))
-    runner = engine.model_executor.driver_worker.worker.model_runner  # type: ignore[union-attr]
+    runner = engine.model_executor.driver_worker.worker.model_runner
     groups = [_run_group(engine, f"g{i}", asks) for i, asks in enumerate(job["groups"])]
     replies = Replies(
         runner_class=f"{type(runner).__module__}.{type(runner).__qualname__}", groups=groups

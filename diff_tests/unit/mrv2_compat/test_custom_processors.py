@@ -67,7 +67,7 @@ def dict_processor(probe: Probe, *, invariant: bool = False) -> Any:
     from vllm.v1.sample.logits_processor import LogitsProcessor
     from vllm.v1.sample.logits_processor.builtin import process_dict_updates
 
-    class Chained(LogitsProcessor):
+    class Chained(LogitsProcessor):  # type: ignore[misc]
         def __init__(self, *_: Any) -> None:
             self.batch: dict[int, tuple[list[int], list[int]]] = {}
             probe.made += 1
@@ -100,7 +100,7 @@ def adapter_processor(probe: Probe) -> Any:
     """The same over vLLM's adapter for processors that act on one request."""
     from vllm.v1.sample.logits_processor import AdapterLogitsProcessor
 
-    class Chained(AdapterLogitsProcessor):
+    class Chained(AdapterLogitsProcessor):  # type: ignore[misc]
         def is_argmax_invariant(self) -> bool:
             return False
 
@@ -250,7 +250,8 @@ def test_a_processor_that_keeps_the_likeliest_token_acts_after_temperature() -> 
 def test_a_result_that_is_another_tensor_counts() -> None:
     class Copies(dict_processor(Probe())):  # type: ignore[misc]
         def apply(self, logits: torch.Tensor) -> torch.Tensor:
-            return super().apply(logits.clone())
+            rewritten: torch.Tensor = super().apply(logits.clone())
+            return rewritten
 
     guest = Guest(Copies)
     guest.toy.host.add("c", [1, 2, 3])
@@ -331,7 +332,8 @@ def test_a_processor_that_works_for_each_alone_and_not_for_all_fails_all_that_dr
         def apply(self, logits: torch.Tensor) -> torch.Tensor:
             if len(logits) > 1:
                 raise RuntimeError("crowded")
-            return super().apply(logits)
+            rewritten: torch.Tensor = super().apply(logits)
+            return rewritten
 
     guest = Guest(Crowded)
     guest.toy.host.add("1c", [1, 2])
