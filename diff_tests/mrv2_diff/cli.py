@@ -22,10 +22,13 @@ from mrv2_diff.harness import (
     PAIRS,
     Harness,
     Selection,
+    Soak,
     installed_harness,
 )
 from mrv2_diff.record import Record
 from mrv2_diff.records_folder import RECORDS, RecordsFolder, RecordsFolderError
+from mrv2_diff.schedules import actions
+from mrv2_diff.schedules.result import SoakResult, summary
 
 EXIT_PASSED = 0
 EXIT_FAILED = 1
@@ -37,6 +40,8 @@ EXIT_READER_LEFT = 141
 
 _SOURCES = ("commit", "mrv2", "vllm", "torch")
 """Of an environment: what decides the outcome of a case. A record of another one is out of date."""
+
+MAX_SOAK_MINUTES = 24 * 60
 
 LATEST = Path("reports/latest")
 COMMITTED = Path("reports")
@@ -81,6 +86,8 @@ def _parser() -> argparse.ArgumentParser:
     _add_make_model(commands)
     _add_cases(commands)
     _add_bench(commands)
+    _add_soak(commands)
+    _add_replay(commands)
     _add_command(commands, "check-surface", help_texts.CHECK_SURFACE)
     return parser
 
@@ -163,6 +170,34 @@ def _add_bench(commands: "_Commands[argparse.ArgumentParser]") -> None:
                        "JSON")  # fmt: skip
 
 
+def _add_soak(commands: "_Commands[argparse.ArgumentParser]") -> None:
+    soak = _add_command(commands, "soak", help_texts.SOAK)
+    soak.add_argument("--minutes", type=_minutes, default=5.0, metavar="M",
+                      help="time to spend (default: %(default)g)")  # fmt: skip
+    soak.add_argument("--model", choices=("hash", "tiny"), default="hash", help="hash: our runner "
+                      "alone; tiny: V1's and ours side by side (default: %(default)s)")  # fmt: skip
+    soak.add_argument("--seed", type=int, default=0, metavar="N", help="(default: %(default)s)")
+    soak.add_argument("--out", type=Path, default=LATEST / "failing-schedule.json", metavar="FILE",
+                      help="for a failing schedule (default: %(default)s)")  # fmt: skip
+
+
+def _add_replay(commands: "_Commands[argparse.ArgumentParser]") -> None:
+    replay = _add_command(commands, "replay", help_texts.REPLAY)
+    replay.add_argument("file", type=Path, metavar="FILE", help="schedule that soak wrote")
+
+
+def _minutes(text: str) -> float:
+    try:
+        minutes = float(text)
+    except ValueError:
+        minutes = -1.0
+    if not 0.0 <= minutes <= MAX_SOAK_MINUTES:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no number of minutes from 0 to {MAX_SOAK_MINUTES}"
+        )
+    return minutes
+
+
 def _whole_number(high: int) -> Callable[[str], int]:
     """Return an argument type that takes 1 to `high`."""
 
@@ -178,9 +213,10 @@ def _whole_number(high: int) -> Callable[[str], int]:
 
 
 def _run(arguments: argparse.Namespace, harness: Harness) -> int:
+    pair = _pair(arguments.pair)
     selection = Selection(
-        cases=_selected(harness, arguments.area, arguments.case),
-        pair=_pair(arguments.pair),
+        cases=_runnable(_selected(harness, arguments.area, arguments.case), pair),
+        pair=pair,
         model=_checked_model(arguments.model),
     )
     label = _model_label(selection.model)
@@ -278,6 +314,16 @@ def _selected(harness: Harness, areas: Sequence[str], ids: Sequence[str]) -> tup
     _check_known("case", ids, catalog)
     every = not areas and not ids
     return tuple(case for case in catalog.values() if every or case.area in areas or case.id in ids)
+
+
+def _runnable(cases: tuple[Case, ...], pair: tuple[str, str]) -> tuple[Case, ...]:
+    """Return the cases without those in which V1 is known to be wrong, where V1 is both sides."""
+    if pair[0] != pair[1]:
+        return cases
+    runnable = tuple(case for case in cases if case.against_itself)
+    if not runnable:
+        raise BadInputError("V1 is known to be wrong in these cases; compare it with mrv2 instead")
+    return runnable
 
 
 def _check_known(kind: str, given: Sequence[str], known: Iterable[str]) -> None:
@@ -452,6 +498,46 @@ def _telling_of(file: Path) -> Iterator[None]:
         ) from error
 
 
+def _soak(arguments: argparse.Namespace, harness: Harness) -> int:
+    out: Path = arguments.out
+    with _telling_of(out):
+        _probe_file(out)
+    request = Soak(seconds=60 * arguments.minutes, model=arguments.model, seed=arguments.seed)
+    result = harness.soak(request, _TellsNowAndThen())
+    print(summary(result), flush=True)
+    if result.failure is not None:
+        print(f"{result.failure.error}", file=sys.stderr)
+        with _telling_of(out):
+            actions.write(result.failure.schedule, out)
+        print(f"wrote {out}; play it again: mrv2-diff replay {out}", file=sys.stderr)
+    return EXIT_PASSED if result.passes else EXIT_FAILED
+
+
+class _TellsNowAndThen:
+    """Prints a line about a soak each time that its steps have doubled."""
+
+    def __init__(self) -> None:
+        self._next = 1000
+
+    def __call__(self, result: SoakResult) -> None:
+        if result.steps >= self._next:
+            print(f"{result.steps:,} steps, {result.requests:,} requests", flush=True)
+            self._next = 2 * result.steps
+
+
+def _replay(arguments: argparse.Namespace, harness: Harness) -> int:
+    try:
+        schedule = actions.read(arguments.file)
+    except OSError as error:
+        raise BadInputError(f"cannot read {arguments.file}: {error.strerror or error}; name a file "
+                            "that mrv2-diff soak wrote") from error  # fmt: skip
+    except ValueError as error:
+        raise BadInputError(f"{error}; name a file that mrv2-diff soak wrote") from error
+    failure = harness.replay(schedule)
+    print(f"replay: {len(schedule.actions)} actions: {failure or 'nothing is wrong'}", flush=True)
+    return EXIT_PASSED if failure is None else EXIT_FAILED
+
+
 def _check_surface(arguments: argparse.Namespace, harness: Harness) -> int:
     try:
         unknown = harness.surface()
@@ -473,6 +559,8 @@ _COMMANDS = {
     "make-model": _make_model,
     "cases": _cases,
     "bench": _bench,
+    "soak": _soak,
+    "replay": _replay,
     "check-surface": _check_surface,
 }
 

@@ -10,11 +10,15 @@ from pathlib import Path
 from mrv2_diff import process
 from mrv2_diff.case import Case
 from mrv2_diff.record import Record
+from mrv2_diff.schedules.actions import Model, Schedule
+from mrv2_diff.schedules.result import SoakResult
 
 OnStep = Callable[[str, int], None]
 
 PAIRS: tuple[tuple[str, str], ...] = (("v1", "mrv2"), ("v1", "v1"))
 """Reference and candidate of every pair that can be run."""
+
+OnProgress = Callable[[SoakResult], None]
 
 MAX_BENCH_REQUESTS = 1024
 """More would measure the tiny model's memory, not a runner."""
@@ -47,6 +51,15 @@ class BenchResult:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Soak:
+    """How long to play random schedules, and on what."""
+
+    seconds: float
+    model: Model
+    seed: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Harness:
     """The collaborators of the command line."""
 
@@ -61,11 +74,23 @@ class Harness:
 
     Raises ModuleNotFoundError where vLLM is not installed.
     """
+    soak: Callable[[Soak, OnProgress], SoakResult]
+    """Plays random schedules, and tells now and then how far it got."""
+    replay: Callable[[Schedule], str | None]
+    """Plays one schedule; returns how it fails, or None."""
 
 
 def installed_harness() -> Harness:
     """Return the harness of this installation."""
-    return Harness(cases=_cases, run=_run, environment=_environment, bench=_bench, surface=_surface)
+    return Harness(
+        cases=_cases,
+        run=_run,
+        environment=_environment,
+        bench=_bench,
+        surface=_surface,
+        soak=_soak,
+        replay=_replay,
+    )
 
 
 def _cases() -> Mapping[str, Case]:
@@ -108,3 +133,21 @@ def _surface() -> Mapping[str, Sequence[str]]:
     return {
         name: [str(place) for place in touched[name]] for name in surface.unknown_names(touched)
     }
+
+
+def _soak(request: Soak, on_progress: OnProgress) -> SoakResult:
+    process.prepare()
+    if request.model == "hash":
+        from mrv2_diff.schedules.soak import soak  # imports torch and vLLM: seconds
+    else:
+        from mrv2_diff.schedules.beside_v1 import soak
+    return soak(request.seconds, request.seed, on_progress)
+
+
+def _replay(schedule: Schedule) -> str | None:
+    process.prepare()
+    if schedule.model == "hash":
+        from mrv2_diff.schedules.soak import replay  # imports torch and vLLM: seconds
+    else:
+        from mrv2_diff.schedules.beside_v1 import replay
+    return replay(schedule)

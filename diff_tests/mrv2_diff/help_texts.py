@@ -115,6 +115,37 @@ exit codes:
   130  interrupted""",
 )
 
+SOAK = HelpText(
+    short="play random schedules until the time is over",
+    long="""\
+Play random schedules through vLLM's scheduler: arrivals with shared prefixes, chunks, aborts,
+preemptions, resumes, ids used again, sessions, loads that fail. With the model `hash` every
+request must return what it returns alone; with `tiny` every step is compared with V1's. What
+happened is counted, and memory must stay flat. A failing schedule is made short and written as
+JSON.""",
+    epilog="""\
+examples:
+  mrv2-diff soak --minutes 30
+  mrv2-diff soak --model tiny --seed 7
+
+exit codes:
+  0    no request noticed anything, and memory stayed flat
+  1    one did, or memory grew
+  2    bad input: a number out of bounds, a file that cannot be written
+  130  interrupted""",
+)
+
+REPLAY = HelpText(
+    short="play a schedule that soak wrote",
+    long="""\
+Play a schedule again on a new runner or engine, and say how it fails.""",
+    epilog="""\
+example:
+  mrv2-diff replay reports/latest/failing-schedule.json
+
+exit codes: 0 nothing is wrong, 1 it fails, 2 the file is no schedule.""",
+)
+
 CHECK_SURFACE = HelpText(
     short="list what the installed vLLM touches on a runner and we do not know",
     long="""\

@@ -8,6 +8,7 @@ schedule, which is what makes a failing one easy to shrink.
 import random
 from functools import cache
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 
@@ -100,8 +101,14 @@ class Drain(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_
 Action = Arrive | Abort | Reset | FailLoad | Step | Drain
 
 
+Model = Literal["hash", "tiny"]
+"""HashLM behind our runner alone, or a tiny checkpoint in V1's runner and in ours."""
+
+
 class Schedule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A setup and what happens on it."""
+
+    model: Model = "hash"
 
     setup: Setup
     actions: tuple[Action, ...]

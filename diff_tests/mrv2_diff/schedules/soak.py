@@ -1,76 +1,20 @@
 """Random schedules until the time is over: what happened, and whether memory stayed flat."""
 
 import gc
-import os
-import statistics
 import time
-from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from itertools import count
-from pathlib import Path
 
 from mrv2_diff.schedules.actions import Action, Drain, Schedule, Setup
 from mrv2_diff.schedules.driver import Driver
-from mrv2_diff.schedules.events import KINDS
 from mrv2_diff.schedules.generator import SETUPS, actions
+from mrv2_diff.schedules.result import Failure, SoakResult
 from mrv2_diff.schedules.shrinking import shrink
 
-_ACTIONS_OF_A_RUNNER = 4000
+_ACTIONS_OF_A_RUNNER = 2000
 """Actions after which a runner is replaced by one of the next setup."""
 _MOST_TRIES = 300
 """Schedules that are tried to make a failing one short."""
-
-MAX_GROWTH_BYTES = 16 << 20
-"""Resident memory that the last tenth of a soak may have above its first tenth."""
-MAX_GROWTH_OBJECTS = 0.02
-"""Share of Python objects that it may have more."""
-
-
-@dataclass(frozen=True, slots=True)
-class Failure:
-    """A schedule that a request noticed, or that a runner failed on."""
-
-    schedule: Schedule
-    error: str
-
-
-@dataclass(slots=True)
-class SoakResult:
-    """What a soak did."""
-
-    seconds: float = 0.0
-    steps: int = 0
-    runners: int = 0
-    requests: int = 0
-    events: Counter[str] = field(default_factory=lambda: Counter(dict.fromkeys(KINDS, 0)))
-    failure: Failure | None = None
-    resident_bytes: list[int] = field(default_factory=list)
-    """Whenever every request had ended."""
-    objects: list[int] = field(default_factory=list)
-    """Python objects at the same times."""
-
-    @property
-    def is_flat(self) -> bool:
-        """Whether memory in the last tenth is what it was in the first."""
-        if len(self.objects) < 2:
-            return True
-        first_bytes, last_bytes = ends(self.resident_bytes)
-        first_objects, last_objects = ends(self.objects)
-        return last_bytes - first_bytes <= MAX_GROWTH_BYTES and last_objects <= first_objects * (
-            1 + MAX_GROWTH_OBJECTS
-        )
-
-    @property
-    def passes(self) -> bool:
-        """Whether no request noticed anything and memory stayed flat."""
-        return self.failure is None and self.is_flat
-
-
-def ends(values: Sequence[int]) -> tuple[float, float]:
-    """Return the medians of the first and of the last tenth of some values."""
-    tenth = max(1, len(values) // 10)
-    return statistics.median(values[:tenth]), statistics.median(values[-tenth:])
 
 
 def soak(
@@ -84,10 +28,16 @@ def soak(
         on_progress: Told now and then how far it got.
     """
     result, began = SoakResult(), time.monotonic()
-    for number in count():
-        setup = SETUPS[number % len(SETUPS)]
-        if not _play_one(result, setup, seed + number, began + seconds, on_progress):
-            break
+    Driver(SETUPS[0])  # what is made once a process
+    gc.collect()
+    gc.freeze()  # vLLM's and torch's own objects; else every look at ours costs a step's time
+    try:
+        for number in count():
+            setup = SETUPS[number % len(SETUPS)]
+            if not _play_one(result, setup, seed + number, began + seconds, on_progress):
+                break
+    finally:
+        gc.unfreeze()
     result.seconds = time.monotonic() - began
     return result
 
@@ -126,16 +76,15 @@ def _play_one(
         if error is not None:
             result.failure = _shortened(setup, played, error)
             in_time = False
+        result.steps = steps_before + driver.num_steps
         if isinstance(action, Drain):
-            result.steps = steps_before + driver.num_steps
             result.requests += len(driver.ended)
             driver.ended.clear()
-            _measure(result)
+            result.measure()
             on_progress(result)
             in_time = in_time and time.monotonic() < until
         if not in_time:
             break
-    result.steps = steps_before + driver.num_steps
     result.events.update(driver.events.counts)
     return in_time
 
@@ -170,10 +119,3 @@ def _shortened(setup: Setup, played: Sequence[Action], error: Exception) -> Fail
 
 def _text(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"
-
-
-def _measure(result: SoakResult) -> None:
-    gc.collect()
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    result.resident_bytes.append(pages * os.sysconf("SC_PAGE_SIZE"))
-    result.objects.append(len(gc.get_objects()))

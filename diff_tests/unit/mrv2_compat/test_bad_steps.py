@@ -20,7 +20,7 @@ class Bench:
         from mrv2_diff.schedules.driver import Driver
 
         self.driver = Driver(Setup())
-        self.runner = self.driver.engine.runner
+        self.runner: Any = self.driver.engine.runner
         self.arrive("a", prefix_len=10)
         self.arrive("b", prefix_len=7)
         for _ in range(4):
@@ -47,7 +47,8 @@ class Bench:
 
     def refuses(self, spoil: Callable[[Any], Any], error: type[Mrv2Error], message: str) -> None:
         """Send the spoiled next step, then the next step as it is, and run to the end."""
-        runner, sent = self.runner, []
+        runner = self.runner
+        sent: list[Any] = []
         execute = runner.execute_model
 
         def execute_spoiled(step: Any) -> Any:
@@ -194,7 +195,7 @@ def test_execute_twice_is_refused_and_the_first_step_goes_on(bench: Bench) -> No
             assert bench.state() == before
         return output
 
-    bench.runner.execute_model = execute_twice  # type: ignore[method-assign]
+    bench.runner.execute_model = execute_twice
     bench.driver.drain()
 
 

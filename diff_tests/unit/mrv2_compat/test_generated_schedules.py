@@ -16,6 +16,7 @@ from mrv2_diff.mutants import MUTANTS, Patch
 from mrv2_diff.schedules import actions as act
 from mrv2_diff.schedules.events import KINDS
 from mrv2_diff.schedules.generator import SETUPS, actions
+from mrv2_diff.schedules.result import Failure
 from mrv2_diff.schedules.shrinking import shrink
 
 pytestmark = pytest.mark.vllm
@@ -116,7 +117,7 @@ FAULTS: dict[str, Patch] = {
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_planted_fault_is_found_and_its_schedule_made_short(fault: str, tmp_path: Path) -> None:
-    from mrv2_diff.schedules.soak import Failure, find_failure, replay
+    from mrv2_diff.schedules.soak import find_failure, replay
 
     with FAULTS[fault]():
         failure = find_failure(seed=3, num_actions=600)

@@ -24,13 +24,17 @@ from mrv2_diff.harness import (
     MAX_BENCH_STEPS,
     BenchResult,
     Harness,
+    OnProgress,
     OnStep,
     Selection,
+    Soak,
     installed_harness,
 )
 from mrv2_diff.models import ModelSpec, make_model
 from mrv2_diff.progress import BarProgress, LineProgress
 from mrv2_diff.record import Record
+from mrv2_diff.schedules import actions as act
+from mrv2_diff.schedules.result import Failure, SoakResult
 from mrv2_diff.verdict import Verdict
 
 MakeRecord = Callable[..., Record]
@@ -70,6 +74,8 @@ class FakeHarness:
     environment: dict[str, str] = field(default_factory=lambda: dict(ENVIRONMENT))
     ratio: float | BaseException = 0.5
     benched: list[tuple[int, int]] = field(default_factory=list)
+    soaked: list[Soak] = field(default_factory=list)
+    soak_result: SoakResult = field(default_factory=lambda: SoakResult(steps=2000))
     unknown: dict[str, list[str]] = field(default_factory=dict)
 
     def run(self, selection: Selection, on_step: OnStep) -> Iterator[Record]:
@@ -88,6 +94,14 @@ class FakeHarness:
                 environment=self.environment,
             )
 
+    def soak(self, request: Soak, on_progress: OnProgress) -> SoakResult:
+        self.soaked.append(request)
+        on_progress(self.soak_result)
+        return self.soak_result
+
+    def replay(self, schedule: act.Schedule) -> str | None:
+        return "a.step: wrong" if schedule.actions else None
+
     def bench(self, num_requests: int, num_steps: int) -> BenchResult:
         self.benched.append((num_requests, num_steps))
         if isinstance(self.ratio, BaseException):
@@ -101,6 +115,8 @@ class FakeHarness:
             environment=lambda: self.environment,
             bench=self.bench,
             surface=lambda: self.unknown,
+            soak=self.soak,
+            replay=self.replay,
         )
 
     def __call__(self, *arguments: object) -> int:
@@ -182,6 +198,8 @@ def test_a_case_without_a_record_fails_the_run(
         environment=dict,
         bench=fake.bench,
         surface=dict,
+        soak=fake.soak,
+        replay=fake.replay,
     )
     assert main(["run", "--out", str(tmp_path)], harness=lazy) == 1
     captured = capsys.readouterr()
@@ -563,7 +581,8 @@ def test_bench_says_which_numbers_it_takes(
 
 
 @pytest.mark.parametrize(
-    "command", ["run", "report", "make-model", "cases", "bench", "check-surface"]
+    "command",
+    ["run", "report", "make-model", "cases", "bench", "soak", "replay", "check-surface"],
 )
 def test_help_teaches(fake: FakeHarness, command: str, capsys: Capture) -> None:
     with pytest.raises(SystemExit) as caught:
@@ -582,6 +601,71 @@ def test_the_examples_name_cases_and_areas_that_exist() -> None:
     text = help_texts.RUN.epilog + help_texts.CASES.epilog
     assert set(re.findall(r"--case (\S+)", text)) <= set(catalog)
     assert set(re.findall(r"--area (\S+)", text)) <= areas
+
+
+def failure(*played: act.Action) -> Failure:
+    schedule = act.Schedule(setup=act.Setup(), actions=played, why="x")
+    return Failure(schedule, "Divergence: step 3: a returned [1]")
+
+
+def test_a_soak_that_finds_nothing_passes(
+    fake: FakeHarness, tmp_path: Path, capsys: Capture
+) -> None:
+    out = tmp_path / "failing.json"
+    assert fake("soak", "--minutes", 0.5, "--model", "tiny", "--seed", 7, "--out", out) == 0
+    assert fake.soaked == [Soak(seconds=30.0, model="tiny", seed=7)]
+    printed = capsys.readouterr().out
+    assert "2,000 steps, 0 requests" in printed
+    assert _last_line(printed).endswith("2,000 steps, 0 divergences")
+    assert not out.exists()
+
+
+def test_a_failing_schedule_is_written_and_played_again(
+    fake: FakeHarness, tmp_path: Path, capsys: Capture
+) -> None:
+    out = tmp_path / "failing.json"
+    fake.soak_result.failure = failure(act.Step(lag=1), act.Abort(name="a"))
+    assert fake("soak", "--out", out) == 1
+    captured = capsys.readouterr()
+    assert _last_line(captured.out).endswith("1 divergences")
+    assert "step 3: a returned [1]" in captured.err
+    assert f"mrv2-diff replay {out}" in captured.err
+    assert act.read(out) == fake.soak_result.failure.schedule
+    assert fake("replay", out) == 1
+    assert _last_line(capsys.readouterr().out) == "replay: 2 actions: a.step: wrong"
+    act.write(failure().schedule, out)
+    assert fake("replay", out) == 0
+
+
+def test_a_soak_whose_memory_grows_fails(
+    fake: FakeHarness, tmp_path: Path, capsys: Capture
+) -> None:
+    fake.soak_result.resident_bytes = [2**30] * 20
+    fake.soak_result.objects = [1000] * 10 + [1100] * 10
+    assert fake("soak", "--out", tmp_path / "x.json") == 1
+    assert "1,000 and 1,100 Python objects: it grows" in capsys.readouterr().out
+    fake.soak_result.objects = [1000] * 20
+    assert fake("soak", "--out", tmp_path / "x.json") == 0
+
+
+def test_a_file_that_is_no_schedule_is_refused(
+    fake: FakeHarness, tmp_path: Path, capsys: Capture
+) -> None:
+    for text, reason in (("{}", "holds no schedule"), (None, "cannot read")):
+        path = tmp_path / "schedule.json"
+        path.unlink(missing_ok=True)
+        if text is not None:
+            path.write_text(text)
+        assert fake("replay", path) == 2
+        assert reason in (error := capsys.readouterr().err)
+        assert "name a file that mrv2-diff soak wrote" in error
+
+
+def test_a_soak_says_which_times_it_takes(fake: FakeHarness, capsys: Capture) -> None:
+    for text in ("-1", "x", "nan", "1441"):
+        with pytest.raises(SystemExit):
+            fake("soak", f"--minutes={text}")
+        assert "is no number of minutes from 0 to 1440" in capsys.readouterr().err
 
 
 def test_help_imports_neither_torch_nor_vllm() -> None:

@@ -1,0 +1,89 @@
+"""What a soak found. Nothing heavy here: the command line reads it."""
+
+import gc
+import os
+import statistics
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from mrv2_diff.schedules.actions import Schedule
+
+MAX_GROWTH_BYTES = 16 << 20
+"""Resident memory that the last tenth of a soak may have above its first tenth."""
+MAX_GROWTH_OBJECTS = 0.02
+"""Share of Python objects that it may have more."""
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """A schedule that a request noticed, or that a runner failed on."""
+
+    schedule: Schedule
+    error: str
+
+
+@dataclass(slots=True)
+class SoakResult:
+    """What a soak did."""
+
+    seconds: float = 0.0
+    steps: int = 0
+    runners: int = 0
+    requests: int = 0
+    events: Counter[str] = field(default_factory=Counter)
+    failure: Failure | None = None
+    resident_bytes: list[int] = field(default_factory=list)
+    """Whenever every request had ended."""
+    objects: list[int] = field(default_factory=list)
+    """Python objects at the same times."""
+
+    def measure(self) -> None:
+        """Note what memory holds now."""
+        gc.collect()
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+        self.resident_bytes.append(pages * os.sysconf("SC_PAGE_SIZE"))
+        self.objects.append(len(gc.get_objects()))
+
+    @property
+    def is_flat(self) -> bool:
+        """Whether memory in the last tenth is what it was in the first."""
+        if len(self.objects) < 2:
+            return True
+        first_bytes, last_bytes = ends(self.resident_bytes)
+        first_objects, last_objects = ends(self.objects)
+        return last_bytes - first_bytes <= MAX_GROWTH_BYTES and last_objects <= first_objects * (
+            1 + MAX_GROWTH_OBJECTS
+        )
+
+    @property
+    def passes(self) -> bool:
+        """Whether no request noticed anything and memory stayed flat."""
+        return self.failure is None and self.is_flat
+
+
+def ends(values: Sequence[int]) -> tuple[float, float]:
+    """Return the medians of the first and of the last tenth of some values."""
+    tenth = max(1, len(values) // 10)
+    return statistics.median(values[:tenth]), statistics.median(values[-tenth:])
+
+
+def summary(result: SoakResult) -> str:
+    """Return what a soak did, for people."""
+    lines = [f"{kind:<45} {times:>10,}" for kind, times in sorted(result.events.items())]
+    if result.objects:
+        (bytes_1, bytes_2), (objects_1, objects_2) = (
+            ends(result.resident_bytes),
+            ends(result.objects),
+        )
+        lines.append(
+            f"memory, first tenth and last: {bytes_1 / 2**20:.0f} and {bytes_2 / 2**20:.0f} MiB "
+            f"resident, {objects_1:,.0f} and {objects_2:,.0f} Python objects: "
+            f"{'flat' if result.is_flat else 'it grows'}"
+        )
+    lines.append(
+        f"soak: {result.seconds:.0f} s, {result.runners:,} runners, {result.requests:,} requests, "
+        f"{result.steps:,} steps, {int(result.failure is not None)} divergences"
+    )
+    return "\n".join(lines)
