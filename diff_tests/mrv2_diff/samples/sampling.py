@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from mrv2.sampling import gumbel, logprobs, rng
+from mrv2.sampling import gumbel, rng
 from mrv2.sampling.narrowing import BLOCK as NARROWING_BLOCK
 from mrv2_diff.samples.sample import (
     Bound,
@@ -21,10 +21,7 @@ from mrv2_diff.samples.sample import (
 )
 
 _BLOCK = gumbel.BLOCK
-_VOCAB_SIZES = sorted(
-    {*sizes_around(_BLOCK, 16_411), *sizes_around(logprobs.BLOCK, 16_411)}
-    | {*sizes_around(NARROWING_BLOCK, 4999)}
-)
+_VOCAB_SIZES = sorted({*sizes_around(_BLOCK, 16_411), *sizes_around(NARROWING_BLOCK, 4999)})
 _MAX_ROWS = 13
 _NAN, _INF = float("nan"), float("inf")
 
@@ -64,13 +61,14 @@ def _noise_arguments(words: Tensor) -> dict[str, Tensor]:
     }
 
 
-def _logits(num_logits: int, vocab_size: int, generator: torch.Generator) -> Tensor:
+def normal_logits(num_logits: int, vocab_size: int, generator: torch.Generator) -> Tensor:
+    """Logits of a usual spread."""
     return torch.randn(num_logits, vocab_size, generator=generator) * 4
 
 
 def _special_logits(vocab_size: int, generator: torch.Generator) -> Tensor:
     """Rows with ties, signed zeros, -inf, +inf and NaN, in this order below."""
-    logits = _logits(9, vocab_size, generator)
+    logits = normal_logits(9, vocab_size, generator)
     middle, last = vocab_size // 2, vocab_size - 1
     logits[0] = 0.5
     logits[1] = 0.0
@@ -88,13 +86,13 @@ def _special_logits(vocab_size: int, generator: torch.Generator) -> Tensor:
     return logits
 
 
-def _cases(generator: torch.Generator) -> Iterator[tuple[str, Tensor]]:
+def logits_cases(generator: torch.Generator) -> Iterator[tuple[str, Tensor]]:
     """Logits of every size, and the special ones at two sizes."""
     for vocab_size in _VOCAB_SIZES:
-        yield f"vocabulary of {vocab_size}", _logits(5, vocab_size, generator)
-    yield "one logit", _logits(1, 37, generator)
-    yield "no logits", _logits(0, 37, generator)
-    yield "strided", strided(_logits(5, _BLOCK + 1, generator), gap=7)
+        yield f"vocabulary of {vocab_size}", normal_logits(5, vocab_size, generator)
+    yield "one logit", normal_logits(1, 37, generator)
+    yield "no logits", normal_logits(0, 37, generator)
+    yield "strided", strided(normal_logits(5, _BLOCK + 1, generator), gap=7)
     yield "special values", _special_logits(37, generator)
     yield "special values over blocks", strided(_special_logits(_BLOCK + 5, generator), gap=3)
 
@@ -126,8 +124,8 @@ def _cutoffs(logits: Tensor, generator: torch.Generator) -> Tensor:
 
 def _draw(generator: torch.Generator) -> Iterator[Sample]:
     for kind, greedy in (("greedy", 1.0), ("random", 0.0), ("mixed", 0.5)):
-        cases = list(_cases(generator))
-        half = _logits(5, _BLOCK + 1, generator)
+        cases = list(logits_cases(generator))
+        half = normal_logits(5, _BLOCK + 1, generator)
         cases += [("bfloat16", half.bfloat16()), ("float16", half.half())]
         for name, logits in cases:
             num_logits = len(logits)
@@ -150,7 +148,7 @@ def _draw(generator: torch.Generator) -> Iterator[Sample]:
 
 def _settle_logits(generator: torch.Generator) -> Iterator[Sample]:
     for kind, greedy in (("all divided", 0.0), ("some rows greedy", 0.5), ("all greedy", 1.0)):
-        for name, logits in _cases(generator):
+        for name, logits in logits_cases(generator):
             yield Sample(
                 name=f"{kind}, {name}",
                 arguments={
@@ -158,46 +156,6 @@ def _settle_logits(generator: torch.Generator) -> Iterator[Sample]:
                     "logit_rows": _logit_rows(len(logits), generator),
                     "divisor": _temperatures(generator, greedy),
                     "cutoff": _cutoffs(logits, generator),
-                },
-            )
-
-
-def _normalizers(generator: torch.Generator) -> Iterator[Sample]:
-    yield Sample(name="far below 0", arguments=_normalizer_arguments(torch.full((2, 99), -1e30)))
-    yield Sample(name="wide", arguments=_normalizer_arguments(_logits(3, 4999, generator) * 30))
-    for name, logits in _cases(generator):
-        yield Sample(name=name, arguments=_normalizer_arguments(logits))
-
-
-def _normalizer_arguments(logits: Tensor) -> dict[str, Tensor]:
-    return {
-        "peak": sentinels(len(logits), dtype=torch.float32),
-        "log_sum": sentinels(len(logits), dtype=torch.float32),
-        "logits": logits,
-    }
-
-
-def _ranks(generator: torch.Generator) -> Iterator[Sample]:
-    for name, logits in (
-        *_cases(generator),
-        # So flat that distinct logits round to one logprob, which makes ties.
-        ("rounded to ties", _logits(7, _BLOCK + 3, generator) * 1e-7),
-    ):
-        num_logits, vocab_size = logits.shape
-        peak = logits.amax(dim=1)
-        log_sum = (logits - peak.unsqueeze(1)).exp().sum(dim=1).log()
-        for where, token_ids in (
-            ("any", integers(0, vocab_size, (num_logits,), torch.int64, generator)),
-            ("last token", torch.full((num_logits,), vocab_size - 1)),
-        ):
-            yield Sample(
-                name=f"{name}, {where}",
-                arguments={
-                    "ranks": sentinels(num_logits, dtype=torch.int64),
-                    "logits": logits,
-                    "token_ids": token_ids,
-                    "peak": peak,
-                    "log_sum": log_sum,
                 },
             )
 
@@ -214,16 +172,4 @@ SAMPLES = {
     ),
     "sampling.draw": OpSamples(generate=_draw),
     "sampling.settle_logits": OpSamples(generate=_settle_logits),
-    "sampling.normalizers": OpSamples(
-        generate=_normalizers,
-        bounds={
-            "log_sum": Bound(
-                atol=5e-6,
-                rtol=0.0,
-                reason="torch adds a row in few lanes, so the reference's own error grows with the "
-                "row: 2.2e-6 at 16,411 tokens, where the kernel's is 2e-7.",
-            )
-        },
-    ),
-    "sampling.ranks": OpSamples(generate=_ranks),
 }

@@ -50,7 +50,7 @@ def test_columns_are_the_drawn_token_then_the_likeliest_in_order() -> None:
     result = gather_logprobs(logits, torch.tensor([2, 0]), 3)
     assert result.token_ids.tolist() == [[2, 1, 3, 2], [0, 0, 1, 2]]
     assert result.ranks.tolist() == [3, 1]
-    assert result.token_ids.dtype == torch.int64
+    assert result.token_ids.dtype == torch.int32
     assert result.values.dtype == torch.float32
 
 
