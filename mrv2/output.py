@@ -1,6 +1,7 @@
 """What a step gives back: copies under way with the event behind them, then host values."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from itertools import pairwise
 
 import numpy as np
@@ -9,19 +10,21 @@ from torch import Tensor
 
 from mrv2.batch.layout import BatchLayout
 from mrv2.memory.transfers import Event, Transfers
+from mrv2.sampling.prompt_logprobs import PromptScores
 from mrv2.sampling.sampler import SamplerOutput
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Logprobs:
-    """Log probabilities on the host, a row for each logit in batch order."""
+    """Values of tokens on the host: logprobs, or logits in the modes that return those."""
 
-    token_ids: npt.NDArray[np.int64]
-    """[num_logits, 1 + k]. The drawn token, then the k likeliest."""
+    token_ids: npt.NDArray[np.int32]
+    """[num_rows, 1 + k]. The row's own token, then others: the likeliest in order, or a list. A row
+    that asked for fewer than k has more of the likeliest, or token 0, behind them."""
     values: npt.NDArray[np.float32]
-    """[num_logits, 1 + k]."""
-    ranks: npt.NDArray[np.int64]
-    """[num_logits]. Rank of the drawn token."""
+    """[num_rows, 1 + k]; -inf beside a token 0 that only fills the row."""
+    ranks: npt.NDArray[np.int32]
+    """[num_rows]. How many tokens of the vocabulary have a value at least the own token's."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,8 +35,12 @@ class RunnerOutput:
     token_ids: list[list[int]]
     """For each request the tokens that it drew; empty for one in the middle of its prompt."""
     logprobs: Logprobs | None
+    """Of the drawn tokens, a row for each logit in batch order; None if no request asked."""
     cu_num_logits: npt.NDArray[np.int32]
     """[num_reqs + 1]. First row of each request in `logprobs`."""
+    prompt_logprobs: Mapping[str, Logprobs] = field(default_factory=dict)
+    """Of the prompt's tokens but the first, a row each, for each request that asked and whose
+    prompt this step completed. They are given once."""
 
 
 class PendingOutput:
@@ -43,10 +50,18 @@ class PendingOutput:
         layout: The step's layout.
         sampled: Device results; copies are queued now.
         transfers: Carries the copies.
+        prompt_scores: Of the prompts that the step completes; their copies are queued already.
     """
 
-    def __init__(self, layout: BatchLayout, sampled: SamplerOutput, transfers: Transfers) -> None:
+    def __init__(
+        self,
+        layout: BatchLayout,
+        sampled: SamplerOutput,
+        transfers: Transfers,
+        prompt_scores: Mapping[str, PromptScores],
+    ) -> None:
         self._layout = layout
+        self._prompt_scores = prompt_scores
         self._token_ids = transfers.download(sampled.token_ids)
         self._logprobs: tuple[Tensor, Tensor, Tensor] | None = None
         if sampled.logprobs is not None:
@@ -68,13 +83,24 @@ class PendingOutput:
             token_ids=_split(self._token_ids.tolist(), layout),
             logprobs=self._host_logprobs(),
             cu_num_logits=layout.cu_num_logits,
+            prompt_logprobs=_host_scores(self._prompt_scores) if self._prompt_scores else {},
         )
 
     def _host_logprobs(self) -> Logprobs | None:
         if self._logprobs is None:
             return None
-        token_ids, values, ranks = self._logprobs
-        return Logprobs(token_ids=token_ids.numpy(), values=values.numpy(), ranks=ranks.numpy())
+        return _host(*self._logprobs)
+
+
+def _host_scores(prompt_scores: Mapping[str, PromptScores]) -> dict[str, Logprobs]:
+    return {
+        req_id: _host(scores.token_ids, scores.values, scores.ranks)
+        for req_id, scores in prompt_scores.items()
+    }
+
+
+def _host(token_ids: Tensor, values: Tensor, ranks: Tensor) -> Logprobs:
+    return Logprobs(token_ids=token_ids.numpy(), values=values.numpy(), ranks=ranks.numpy())
 
 
 def _split(token_ids: list[int], layout: BatchLayout) -> list[list[int]]:

@@ -29,6 +29,7 @@ from mrv2.output import PendingOutput
 from mrv2.plan import StepPlan
 from mrv2.ports import AttentionPlanner, ForwardInputs, Model
 from mrv2.sampling.grammar import GrammarMask
+from mrv2.sampling.prompt_logprobs import PromptLogprobs
 from mrv2.sampling.sampler import Sampler
 from mrv2.sampling.stage import StageFactory
 from mrv2.sampling.stages import STAGES
@@ -79,7 +80,13 @@ class Runner:
         self.requests = RequestColumns(config.max_num_reqs, config.max_model_len, self.transfers)
         self.block_tables = BlockTables(config.kv_groups, config.max_num_reqs, self.transfers)
         self.sampler = Sampler(config, self.requests, self.transfers, self.trace, stages)
-        self._row_states: tuple[RowState, ...] = (self.requests, self.block_tables, self.sampler)
+        self._prompt_logprobs = PromptLogprobs(config, self.requests, self.transfers)
+        self._row_states: tuple[RowState, ...] = (
+            self.requests,
+            self.block_tables,
+            self.sampler,
+            self._prompt_logprobs,
+        )
         self._buffers = InputBuffers(config)
         self._model = model
         self._attention = attention
@@ -136,6 +143,7 @@ class Runner:
         Raises:
             ProtocolError: The step was sampled already or is not the last one, or `forced` or
                 `grammar` does not fit its logits. The step can still be sampled after the latter.
+                Or a request that wants logprobs of its prompt left positions out.
             ConfigError: A forced token is outside the vocabulary. The step can still be sampled.
         """
         if not step.number == self._num_sampled + 1 == self._num_executed:
@@ -154,7 +162,14 @@ class Runner:
             grammar.apply(logits, self.transfers)
         self.trace.record("logits", logits)
         sampled = self.sampler(logits, batch.logits_view)
-        pending = PendingOutput(batch.layout, sampled, self.transfers)
+        prompt_scores = self._prompt_logprobs.score(
+            batch.layout.rows,
+            batch.layout.num_computed_tokens,
+            batch.layout.query_start_loc,
+            step.hidden,
+            self._model.compute_logits,
+        )
+        pending = PendingOutput(batch.layout, sampled, self.transfers, prompt_scores)
         committed = sampled.token_ids
         if forced_ids is not None:
             committed = self.transfers.upload(forced_ids)

@@ -161,6 +161,22 @@ class Transfers:
         self._copy(out, values)
         return out
 
+    def host_array(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Return fresh host memory that `download_into` can copy to without waiting."""
+        return torch.empty(shape, dtype=dtype, pin_memory=self._pinned)
+
+    def download_into(self, out: Tensor, values: Tensor) -> None:
+        """Queue a copy of a device tensor into host memory that is there already.
+
+        It is valid once an event that was recorded after it has passed, and nobody writes it until
+        then.
+
+        Args:
+            out: Part of a `host_array`, of the same shape and dtype.
+            values: Device tensor.
+        """
+        self._copy(out, values)
+
     def record(self) -> Event | None:
         """Return an event behind everything queued so far; None where nothing is ever late."""
         return None if self._record is None else self._record()

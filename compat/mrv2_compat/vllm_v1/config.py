@@ -20,6 +20,7 @@ def runner_config(
         max_model_len=vllm_config.model_config.max_model_len,
         vocab_size=vllm_config.model_config.get_vocab_size(),
         kv_groups=kv_groups(kv_cache_config, vllm_config),
+        logprobs_mode=vllm_config.model_config.logprobs_mode,
         thinking=thinking_markers(vllm_config),
     )
 

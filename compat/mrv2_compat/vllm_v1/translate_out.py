@@ -3,10 +3,12 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 
+import torch
 from vllm.v1.outputs import (
     AsyncModelRunnerOutput,
     KVConnectorOutput,
     LogprobsLists,
+    LogprobsTensors,
     ModelRunnerOutput,
 )
 
@@ -23,6 +25,14 @@ def model_runner_output(output: RunnerOutput) -> ModelRunnerOutput:
         req_id_to_index=dict(zip(output.req_ids, range(len(output.req_ids)), strict=True)),
         sampled_token_ids=output.token_ids,
         logprobs=_logprobs(output),
+        prompt_logprobs_dict={
+            req_id: LogprobsTensors(
+                torch.from_numpy(scores.token_ids),
+                torch.from_numpy(scores.values),
+                torch.from_numpy(scores.ranks),
+            )
+            for req_id, scores in output.prompt_logprobs.items()
+        },
     )
 
 

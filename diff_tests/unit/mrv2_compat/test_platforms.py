@@ -17,7 +17,7 @@ CHUNKED_LOCAL = {"hf_overrides": {"attention_chunk_size": 64}}
 @pytest.fixture(scope="module")
 def outcomes(run_cases: Any, make_case: Callable[..., dict[str, Any]]) -> Any:
     """Build every configuration of this module in one process."""
-    several = {"enable_prompt_embeds": True, "logprobs_mode": "raw_logits", "enable_lora": True}
+    several = {"enable_prompt_embeds": True, "enable_sleep_mode": True, "enable_lora": True}
     cases = [
         make_case("refused", engine=several),
         make_case("two-devices", engine={"prefill_context_parallel_size": 2}),
@@ -55,7 +55,7 @@ def test_every_unsupported_feature_is_listed_with_its_remedy(outcomes: Any) -> N
     assert "not supported by the mrv2 runner" in error
     assert "- LoRA (lora_config=" in error
     assert "- prompt embeddings (enable_prompt_embeds=True): leave it out" in error
-    assert "(logprobs_mode='raw_logits'): use --logprobs-mode raw_logprobs" in error
+    assert "- sleep mode (enable_sleep_mode=True): leave it out" in error
     assert error.count("or set MRV2_RUNNER=v1") == 3
 
 

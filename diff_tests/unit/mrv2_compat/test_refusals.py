@@ -15,7 +15,7 @@ BOUNDS: list[tuple[str, object, object]] = [
     ("speculative_config", None, object()),
     ("offload_config.uva.cpu_offload_gb", 0, 0.5),
     ("model_config.runner_type", "generate", "pooling"),
-    ("model_config.logprobs_mode", "raw_logprobs", "processed_logits"),
+    ("model_config.enable_sleep_mode", False, True),
     ("cache_config.cache_dtype", "auto", "fp8"),
     ("cache_config.cache_dtype", "bfloat16", "int8_per_token_head"),
 ]
@@ -82,6 +82,7 @@ def test_kv_cache_kinds_are_refused_once_each_with_a_layer() -> None:
         {"bad_words": ["x"], "extra_args": {"a": 1}},
         {"presence_penalty": 0.5, "frequency_penalty": -0.5, "repetition_penalty": 1.1},
         {"logit_bias": {1: 2.0}, "allowed_token_ids": [1], "min_tokens": 2},
+        {"prompt_logprobs": -1, "logprob_token_ids": [1]},
     ],
 )
 def test_served_requests(asked: dict[str, Any]) -> None:
@@ -97,8 +98,7 @@ def test_served_requests(asked: dict[str, Any]) -> None:
         {"top_k": 5},
         {"top_p": 0.9},
         {"min_p": 0.1},
-        {"prompt_logprobs": 0},
-        {"logprob_token_ids": [1]},
+        {"prompt_logprob_token_ids": [[1]]},
         {"thinking_token_budget": 10},
         {"watermarking": True},
         {"trace_decode_token_ids": [1]},

@@ -9,9 +9,9 @@ from mrv2 import Logprobs, RunnerOutput
 
 pytestmark = pytest.mark.vllm
 
-IDS = np.array([[40, 1, 2], [41, 3, 4], [42, 5, 6]], dtype=np.int64)
+IDS = np.array([[40, 1, 2], [41, 3, 4], [42, 5, 6]], dtype=np.int32)
 VALUES = np.array([[-1, -2, -3], [-4, -5, -6], [-7, -8, -9]], dtype=np.float32)
-RANKS = np.array([1, 2, 3], dtype=np.int64)
+RANKS = np.array([1, 2, 3], dtype=np.int32)
 
 
 def translated(output: RunnerOutput) -> Any:
