@@ -641,10 +641,10 @@ def test_a_soak_whose_memory_grows_fails(
     fake: FakeHarness, tmp_path: Path, capsys: Capture
 ) -> None:
     fake.soak_result.resident_bytes = [2**30] * 20
-    fake.soak_result.objects = [1000] * 10 + [1100] * 10
+    fake.soak_result.objects = [1000] * 10 + [2001] * 10
     assert fake("soak", "--out", tmp_path / "x.json") == 1
-    assert "1,000 and 1,100 Python objects: it grows" in capsys.readouterr().out
-    fake.soak_result.objects = [1000] * 20
+    assert "1,000 and 2,001 Python objects: it grows" in capsys.readouterr().out
+    fake.soak_result.objects = [1000] * 10 + [2000] * 10
     assert fake("soak", "--out", tmp_path / "x.json") == 0
 
 
