@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from mrv2_diff.models.spec import ModelSpec
 from mrv2_diff.verdict import Verdict
@@ -34,6 +34,22 @@ class EngineSpec:
     """
     tokenizer: bool = False
     """Whether the engine has its tokenizer, which grammars need."""
+
+    def arguments(self) -> dict[str, Any]:
+        """Return the arguments of vLLM's `LLM`, without the model."""
+        return {
+            "enforce_eager": True,
+            "seed": 0,
+            "dtype": self.dtype,
+            "max_model_len": self.max_model_len,
+            "max_num_seqs": self.max_num_seqs,
+            "max_num_batched_tokens": self.max_num_batched_tokens,
+            "block_size": self.block_size,
+            "num_gpu_blocks_override": self.num_blocks,
+            "enable_prefix_caching": self.prefix_caching,
+            "max_logprobs": -1,
+            "use_tqdm_on_load": False,
+        }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,6 +108,34 @@ class Departure:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Variant:
+    """One engine in a process of its own."""
+
+    runner: Literal["v1", "mrv2"]
+    engine: tuple[tuple[str, object], ...] = ()
+    """Arguments of vLLM's `LLM` beyond those of the case's engine. A config's mapping is pairs."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Apart:
+    """Three engines that run a case's requests apart, each in a process of its own.
+
+    For a fault of the reference that would end a lockstep run, or of a feature that the candidate
+    refuses. It excuses nothing by itself: the candidate's tokens must be the right ones, and the
+    reference must be shown to crash or to be wrong. Where it is not, the case does not pass.
+    """
+
+    reference: Variant
+    candidate: Variant
+    right: Variant
+    """The same work without what goes wrong."""
+    raises: str | None = None
+    """Part of the message with which the reference must fail; None where its tokens are wrong."""
+    why: str
+    """What goes wrong, in a few words."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
     """One thing that is compared."""
 
@@ -108,6 +152,13 @@ class Case:
     A run without them proves nothing.
     """
     departure: Departure | None = None
+    apart: Apart | None = None
+    """None: the case runs in lockstep."""
+
+    @property
+    def against_itself(self) -> bool:
+        """Whether the reference can be compared with itself: it is not known to be wrong here."""
+        return self.departure is None and self.apart is None
 
     @property
     def deterministic(self) -> bool:

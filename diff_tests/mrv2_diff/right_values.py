@@ -29,6 +29,11 @@ MASS_ERROR = 2.0**-18
 """Of a sum of float32 probabilities, whatever its order. Each has a relative error of some 2**-22:
 the logits' own rounding, then an exponential, a division and the sum."""
 
+LIGHTEST = 80.0
+"""A token so far below the likeliest has a probability of at most exp(-80), and float32's smallest
+normal number is exp(-87). V1's top-p cuts what has none in float32, and of all rows of a batch,
+where one of them has a top-p."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Markers:
@@ -110,6 +115,11 @@ class Processed:
     is where a difference of the raw logits, and a rounding since, must be measured."""
     undecided: BoolArray
     """[vocab_size]. Whether rounding decides that the token is kept or cut."""
+
+    @property
+    def weightless(self) -> BoolArray:
+        """[vocab_size]. Tokens whose probability float32 may hold as 0; nobody draws them."""
+        return self.values < self.values.max() - LIGHTEST
 
 
 def processed_logits(

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from mrv2.errors import ConfigError, UnsupportedByRunner
 from mrv2_diff import instruments, noise
+from mrv2_diff.apart import MODE, run_apart
 from mrv2_diff.case import Abort, Add, Case, EngineSpec, Event
 from mrv2_diff.compare import right
 from mrv2_diff.compare.right import RightRows
@@ -68,8 +69,12 @@ def run_cases(request: RunRequest, on_step: OnStep | None = None) -> Iterator[Re
     """
     compiled = "off" if os.environ.get("TORCH_COMPILE_DISABLE") == "1" else "on"
     environment = collect("cpu", seed=0) | {"torch compile": compiled}
-    for spec in dict.fromkeys(case.engine for case in request.cases):
-        cases = [case for case in request.cases if case.engine == spec]
+    for case in request.cases:
+        if case.apart is not None:
+            yield _record_apart(case, request, environment)
+    together = [case for case in request.cases if case.apart is None]
+    for spec in dict.fromkeys(case.engine for case in together):
+        cases = [case for case in together if case.engine == spec]
         with _Bench(spec, request, on_step or _ignore_step, environment) as bench:
             for case in cases:
                 yield bench.record(case)
@@ -204,15 +209,40 @@ class _Bench:
             logit_diffs=outcome.logit_diffs,
             first_divergence=outcome.tally.first,
             error=outcome.crash,
-            command=self._command(case),
+            command=_command(case, self._request),
             environment=self._environment,
         )
 
-    def _command(self, case: Case) -> str:
-        parts = ["mrv2-diff", "run", "--case", case.id, "--pair", ",".join(self._request.pair)]
-        if self._request.model is not None:
-            parts += ["--model", self._request.model.name]
-        return shlex.join(parts)
+
+def _command(case: Case, request: RunRequest) -> str:
+    parts = ["mrv2-diff", "run", "--case", case.id, "--pair", ",".join(request.pair)]
+    if request.model is not None:
+        parts += ["--model", request.model.name]
+    return shlex.join(parts)
+
+
+def _record_apart(case: Case, request: RunRequest, environment: dict[str, str]) -> Record:
+    found = run_apart(case, request.model or cached_model(case.engine.model))
+    return Record(
+        id=case.id,
+        area=case.area,
+        feature=case.feature,
+        pair=request.pair,
+        verdict=found.verdict,
+        summary=found.summary,
+        modes=(MODE,),
+        steps=found.steps,
+        request_steps=found.tokens.compared,
+        events=found.events,
+        agreements={"tokens": found.tokens},
+        noise_floor={},
+        memory={},
+        latency={},
+        first_divergence=found.first,
+        error=found.error,
+        command=_command(case, request),
+        environment=environment,
+    )
 
 
 def measure_floor(engine: LockstepEngine) -> dict[str, float]:

@@ -150,4 +150,15 @@ TOP_P = _case(
     (drawn(top_p=0.9), drawn(top_p=0.3), greedy(top_p=0.5), drawn(top_p=0.999), drawn(top_p=0.6)),
 )
 
-CASES: tuple[Case, ...] = (ALLOWED, MIN_TOKENS, LOGIT_BIAS)
+CASES: tuple[Case, ...] = (
+    ALLOWED,
+    MIN_TOKENS,
+    LOGIT_BIAS,
+    PRESENCE,
+    FREQUENCY,
+    REPETITION,
+    BAD_WORDS,
+    MIN_P,
+    TOP_K,
+    TOP_P,
+)

@@ -163,6 +163,8 @@ def wanted_values(
         if expected is None:
             continue
         size[row], undecided[row] = expected.size, expected.undecided
+        lost = np.isneginf(processed[row]) & expected.weightless
+        processed[row, lost] = expected.values[lost]
         departs = right.departure
         if departs is None:
             continue

@@ -44,17 +44,7 @@ class LockstepEngine:
         self._llm: Any = LLM(
             model=str(model),
             skip_tokenizer_init=not spec.tokenizer,
-            enforce_eager=True,
-            seed=0,
-            dtype=spec.dtype,
-            max_model_len=spec.max_model_len,
-            max_num_seqs=spec.max_num_seqs,
-            max_num_batched_tokens=spec.max_num_batched_tokens,
-            block_size=spec.block_size,
-            num_gpu_blocks_override=spec.num_blocks,
-            enable_prefix_caching=spec.prefix_caching,
-            max_logprobs=-1,
-            use_tqdm_on_load=False,
+            **spec.arguments(),
             worker_cls=f"{LockstepWorker.__module__}.{LockstepWorker.__qualname__}",
         )
         self._engine: Any = self._llm.llm_engine
