@@ -1,13 +1,22 @@
 """Every case, by id. One module for each area."""
 
 from mrv2_diff.case import Case
-from mrv2_diff.catalog import attention, lifecycle, logprobs, sampling, sampling_single, structured
+from mrv2_diff.catalog import (
+    attention,
+    faults_of_v1,
+    lifecycle,
+    logprobs,
+    sampling,
+    sampling_single,
+    structured,
+)
 
 _ALL = (
     *lifecycle.CASES,
     *sampling.CASES,
     *sampling_single.CASES,
     *structured.CASES,
+    *faults_of_v1.CASES,
     *logprobs.CASES,
     *attention.CASES,
 )
