@@ -33,4 +33,5 @@ def thinking_markers(vllm_config: VllmConfig) -> ThinkingMarkers | None:
     start, end = reasoning.reasoning_start_token_ids, reasoning.reasoning_end_token_ids
     if not start or not end:
         return None
-    return ThinkingMarkers(start=tuple(start), end=tuple(end))
+    natural_end = reasoning.natural_reasoning_end_token_ids or end
+    return ThinkingMarkers(start=tuple(start), end=tuple(end), natural_end=tuple(natural_end))

@@ -246,3 +246,21 @@ def test_v1_begins_a_forced_end_anew_when_the_request_joins_again() -> None:
     v1.join()
     assert v1.step(lambda: next(drawn)) == 3
     assert our_thinking(markers, 1, prompt, [1, 7, 3, 4, 9]) == [None, None, 3, 4, None]
+
+
+def test_markers_are_those_of_vllms_reasoning_config() -> None:
+    from vllm.config.reasoning import ReasoningConfig
+
+    from mrv2_compat.vllm_v1.config import thinking_markers
+
+    reasoning = ReasoningConfig()
+    config: Any = SimpleNamespace(reasoning_config=reasoning)
+    assert thinking_markers(config) is None, "before the markers are tokens"
+    reasoning._reasoning_start_token_ids = [1, 2]
+    reasoning._reasoning_end_token_ids = [8, 9, 3]
+    reasoning._natural_reasoning_end_token_ids = [3]
+    reasoning.initialize_token_ids(None)
+    wanted = ThinkingMarkers(start=(1, 2), end=(8, 9, 3), natural_end=(3,))
+    assert thinking_markers(config) == wanted
+    config.reasoning_config = None
+    assert thinking_markers(config) is None
