@@ -238,7 +238,6 @@ def _decide_by_support(
         *_foreign_worker(asked_worker, WORKERS[kind]),
     ]
     if selection.name == sel.AUTO:
-        found += refusals.default_request_refusals(vllm_config)
         reasons = [refusal.what for refusal in found]
         return sel.decide_auto(reasons, refusals.v1_obstacles(vllm_config))
     if found:

@@ -7,6 +7,7 @@ vLLM yields a list of things to do, by name and place, and not a failure in prod
 import ast
 import dataclasses
 import inspect
+import re
 from pathlib import Path
 from typing import Any
 from unittest.mock import MagicMock
@@ -106,6 +107,18 @@ def test_every_sampling_parameter_has_one_place() -> None:
     assert fields - set().union(*places) == set(), "say in refusals.py what becomes of these"
     assert set().union(*places) - fields == set(), "vLLM no longer has these"
     assert sum(map(len, places)) == len(fields), "a parameter is in two places"
+
+
+def test_whatever_a_models_generation_config_sets_is_served() -> None:
+    # vLLM fills in these for every request that leaves them out: none may be refused.
+    from vllm.config import ModelConfig
+
+    source = inspect.getsource(ModelConfig.get_diff_sampling_param)
+    listed = re.search(r"available_params = \[(.*?)\]", source, re.DOTALL)
+    assert listed is not None
+    names = set(re.findall(r'"(\w+)"', listed[1]))
+    assert {"temperature", "top_k", "max_new_tokens"} <= names
+    assert names - {"max_new_tokens"} <= refusals.SERVED_BY_RUNNER
 
 
 def test_default_sampling_parameters_are_served() -> None:

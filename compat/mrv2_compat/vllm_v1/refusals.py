@@ -201,7 +201,7 @@ SECTIONS_WITHOUT_RULES: dict[str, str] = {
     "profiler_config": "the worker reads it",
     "kv_events_config": "the scheduler publishes these events",
     "ec_manager_config": "acts with encoder inputs, which are refused",
-    "reasoning_config": "acts with a thinking budget, which is refused in requests",
+    "reasoning_config": "says where thinking begins and ends, for requests with a budget of it",
     "additional_config": "read by other platforms",
     "instance_id": "a name",
     "optimization_level": "has set other fields by the time we look",
@@ -236,6 +236,7 @@ SERVED_BY_RUNNER = frozenset(
         "logit_bias",
         "logprob_token_ids",
         "logprobs",
+        "min_p",
         "min_tokens",
         "presence_penalty",
         "prompt_logprobs",
@@ -243,6 +244,9 @@ SERVED_BY_RUNNER = frozenset(
         "seed",
         "structured_outputs",
         "temperature",
+        "thinking_token_budget",
+        "top_k",
+        "top_p",
     }
 )
 """Fields of SamplingParams that the runner acts on."""
@@ -273,24 +277,10 @@ SCHEDULER_OR_FRONTEND = frozenset(
 """Fields of SamplingParams that never reach the runner."""
 
 _ASK_LESS = "leave it out of the request, or start the server with MRV2_RUNNER=v1"
-_MODEL_DEFAULT = (
-    "send {neutral} (a model's own defaults are turned off by --generation-config vllm), "
-    "or start the server with MRV2_RUNNER=v1"
-)
-
-
-def _neutral(name: str, *values: object) -> Rule:
-    remedy = _MODEL_DEFAULT.format(neutral=f"{name}={values[0]}")
-    return Rule(name, name, lambda value: value in values, remedy)
-
 
 REQUEST_RULES: tuple[Rule, ...] = (
-    _neutral("top_k", 0, -1),
-    _neutral("top_p", 1.0),
-    _neutral("min_p", 0.0),
     Rule("prompt_logprob_token_ids", "logprobs of given prompt tokens", _is_none, _ASK_LESS),
     Rule("prompt_logprob_start", "logprobs of given prompt tokens", _is_none, _ASK_LESS),
-    Rule("thinking_token_budget", "a thinking budget", _is_none, _ASK_LESS),
     Rule("watermarking", "watermarking", lambda value: value is not True, _ASK_LESS),
     Rule("routed_experts_prompt_start", "routed experts", _is_off, _ASK_LESS),
     Rule("trace_decode_token_ids", "trace replay", _is_none, _ASK_LESS),
@@ -326,25 +316,6 @@ def environment_refusals(environ: Mapping[str, str]) -> list[Refusal]:
         Refusal(feature, f"{name}={environ[name]}", f"unset it, {OTHER_RUNNER}")
         for name, feature in ENVIRONMENT_FLAGS.items()
         if environ.get(name, "0").strip().lower() not in ("", "0", "false")
-    ]
-
-
-def default_request_refusals(vllm_config: Any) -> list[Refusal]:
-    """Return what requests would ask for by the model's own defaults and could not get.
-
-    vLLM fills a request's missing parameters from the model's generation config. A runner that is
-    chosen by `auto` must serve a request that asks for nothing.
-    """
-    defaults = vllm_config.model_config.get_diff_sampling_param()
-    rules = {rule.path: rule for rule in REQUEST_RULES}
-    return [
-        Refusal(
-            "a default of the model's generation config",
-            f"{name}={value!r}",
-            "use --generation-config vllm, " + OTHER_RUNNER,
-        )
-        for name, value in defaults.items()
-        if name in rules and not rules[name].accepts(value)
     ]
 
 

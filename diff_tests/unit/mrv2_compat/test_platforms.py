@@ -17,7 +17,7 @@ CHUNKED_LOCAL = {"hf_overrides": {"attention_chunk_size": 64}}
 @pytest.fixture(scope="module")
 def outcomes(run_cases: Any, make_case: Callable[..., dict[str, Any]]) -> Any:
     """Build every configuration of this module in one process."""
-    several = {"enable_prompt_embeds": True, "enable_sleep_mode": True, "enable_lora": True}
+    several = {"enable_prompt_embeds": True, "enable_lora": True}
     cases = [
         make_case("refused", engine=several),
         make_case("two-devices", engine={"prefill_context_parallel_size": 2}),
@@ -36,7 +36,6 @@ def outcomes(run_cases: Any, make_case: Callable[..., dict[str, Any]]) -> Any:
         make_case("auto", environ={RUNNER: "auto"}),
         make_case("auto-request", request={"watermarking": True}),
         make_case("auto-v1", engine={"enable_prompt_embeds": True}, request={"top_k": 5}),
-        make_case("auto-defaults", engine={"override_generation_config": {"top_k": 20}}),
         make_case("auto-foreign-worker", engine={"worker_cls": V1S}),
         make_case("auto-vllm", engine={"prefill_context_parallel_size": 2}),
         make_case("auto-again"),
@@ -55,8 +54,7 @@ def test_every_unsupported_feature_is_listed_with_its_remedy(outcomes: Any) -> N
     assert "not supported by the mrv2 runner" in error
     assert "- LoRA (lora_config=" in error
     assert "- prompt embeddings (enable_prompt_embeds=True): leave it out" in error
-    assert "- sleep mode (enable_sleep_mode=True): leave it out" in error
-    assert error.count("or set MRV2_RUNNER=v1") == 3
+    assert error.count("or set MRV2_RUNNER=v1") == 2
 
 
 def test_the_refusal_is_a_value_error_of_the_configuration(outcomes: Any) -> None:
@@ -123,7 +121,6 @@ def test_auto_takes_ours_where_everything_is_supported(outcomes: Any) -> None:
     ("name", "reason"),
     [
         ("auto-v1", "mrv2 does not support: prompt embeddings (enable_prompt_embeds=True)"),
-        ("auto-defaults", "a default of the model's generation config (top_k=20)"),
         ("auto-foreign-worker", f"a worker of another kind (worker_cls={V1S})"),
     ],
 )

@@ -1,7 +1,6 @@
 """What is refused, and in which words."""
 
 from enum import Enum
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -79,6 +78,7 @@ def test_kv_cache_kinds_are_refused_once_each_with_a_layer() -> None:
         {"top_k": -1, "top_p": 1.0, "detokenize": False, "flat_logprobs": True},
         {"temperature": 0.0, "top_p": 0.5},
         {"logit_bias": {}, "bad_words": []},
+        {"top_k": 5, "top_p": 0.9, "min_p": 0.1, "thinking_token_budget": 10},
         {"bad_words": ["x"], "extra_args": {"a": 1}},
         {"presence_penalty": 0.5, "frequency_penalty": -0.5, "repetition_penalty": 1.1},
         {"logit_bias": {1: 2.0}, "allowed_token_ids": [1], "min_tokens": 2},
@@ -95,11 +95,7 @@ def test_served_requests(asked: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     "asked",
     [
-        {"top_k": 5},
-        {"top_p": 0.9},
-        {"min_p": 0.1},
         {"prompt_logprob_token_ids": [[1]]},
-        {"thinking_token_budget": 10},
         {"watermarking": True},
         {"trace_decode_token_ids": [1]},
     ],
@@ -144,10 +140,3 @@ def test_supported_versions(version: str, supported: bool) -> None:
 def test_a_version_without_numbers_is_an_error() -> None:
     with pytest.raises(ConfigError, match="'dev'"):
         versions.is_supported("dev")
-
-
-def test_generation_config_defaults_that_cannot_be_served() -> None:
-    model = SimpleNamespace(get_diff_sampling_param=lambda: {"temperature": 0.6, "top_k": 20})
-    (refusal,) = refusals.default_request_refusals(SimpleNamespace(model_config=model))
-    assert "top_k=20" in str(refusal)
-    assert "--generation-config vllm" in refusal.remedy
