@@ -8,7 +8,7 @@ schedule, which is what makes a failing one easy to shrink.
 import random
 from functools import cache
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
@@ -56,6 +56,8 @@ class Arrive(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unknown
     """Token that ends the request."""
     temperature: float = 0.0
     seed: int = 0
+    options: dict[str, Any] = {}
+    """Further sampling parameters by vLLM's name."""
     priority: int = 0
     session: bool = False
     """Wait for another turn when a turn has ended."""

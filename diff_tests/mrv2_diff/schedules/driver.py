@@ -34,7 +34,7 @@ from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
-from mrv2 import Sampling
+from mrv2_compat.vllm_v1.translate_in import sampling_of
 
 _MAX_STEPS_TO_DRAIN = 2000
 _MAX_IDLE_STEPS = 6
@@ -196,7 +196,7 @@ class Driver:
         self._require_empty()
 
     def _turn(self, prompt: list[int], action: Arrive) -> Turn:
-        sampling = Sampling(temperature=action.temperature, seed=action.seed)
+        sampling = sampling_of(_params(action), 0, 0, self.setup.vocab_size)
         return Turn(
             prompt,
             self._expectations.outputs(prompt, sampling, action.max_tokens, action.stop),
@@ -223,19 +223,10 @@ class Driver:
 
     def _request(self, prompt: list[int], action: Arrive) -> Request:
         self._num_arrived += 1
-        params = SamplingParams(
-            max_tokens=action.max_tokens,
-            temperature=action.temperature,
-            seed=action.seed,
-            stop_token_ids=None if action.stop is None else [action.stop],
-            ignore_eos=True,
-            detokenize=False,
-            output_kind=RequestOutputKind.DELTA,
-        )
         return Request(
             request_id=action.name,
             prompt_token_ids=list(prompt),
-            sampling_params=params,
+            sampling_params=_params(action),
             pooling_params=None,
             arrival_time=float(self._num_arrived),
             priority=action.priority,
@@ -376,3 +367,16 @@ class Driver:
         }
         if any(left.values()):
             raise Divergence(f"every request has ended, and yet there are: {left}")
+
+
+def _params(action: Arrive) -> SamplingParams:
+    return SamplingParams(
+        max_tokens=action.max_tokens,
+        temperature=action.temperature,
+        seed=action.seed,
+        stop_token_ids=None if action.stop is None else [action.stop],
+        ignore_eos=True,
+        detokenize=False,
+        output_kind=RequestOutputKind.DELTA,
+        **action.options,
+    )

@@ -1,6 +1,7 @@
 """What a request must return, whatever else happens to it: what it returns when it runs alone."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
@@ -13,8 +14,8 @@ from mrv2_diff.toy_host import Toy
 class Expectations:
     """Solo outputs on one setup.
 
-    Greedy ones come from `hashlm_tokens`, in plain Python; random ones from a runner with a single
-    row, which does nothing but this.
+    Plainly greedy ones come from `hashlm_tokens`, in plain Python; others from a runner with a
+    single row, which does nothing but this.
 
     Args:
         setup: Gives the vocabulary, the windows and the longest request.
@@ -40,7 +41,7 @@ class Expectations:
         return tokens[: tokens.index(stop) + 1] if stop in tokens else tokens
 
     def _run_alone(self, prompt: Sequence[int], sampling: Sampling, count: int) -> list[int]:
-        if sampling.temperature == 0.0:
+        if replace(sampling, seed=0) == Sampling():
             return hashlm_tokens(prompt, count, self._setup.vocab_size, self._setup.windows)
         if self._solo is None:
             self._solo = _solo_runner(self._setup)

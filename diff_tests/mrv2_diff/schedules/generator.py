@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Iterator
+from typing import Any
 
 from mrv2_diff.schedules.actions import (
     PREFIX_LEN,
@@ -29,6 +30,14 @@ SETUPS: tuple[Setup, ...] = tuple(
 )
 """Each for a part of the steps: scarcity of rows, of tokens and of blocks, and what scheduling may
 depend on."""
+
+OPTIONS: tuple[dict[str, Any], ...] = (
+    {"presence_penalty": 0.7, "frequency_penalty": 0.4},
+    {"repetition_penalty": 1.4},
+    {"min_tokens": 1},
+    {"allowed_token_ids": [0, 3, 5, 8, 13, 21, 30]},
+)
+"""Parameters whose effect depends on the tokens before, or on what the row remembers."""
 
 _NAMES = 14
 """Names that requests have; few, so that they are used again."""
@@ -73,8 +82,9 @@ def _arrive(draw: random.Random) -> Arrive:
         tail_len=draw.randint(1, 10),
         max_tokens=draw.randint(1, 14),
         stop=draw.choice((None, None, 5)),
-        temperature=draw.choice((0.0, 0.0, 0.0, 0.0, 0.8)),
+        temperature=draw.choice((0.0,) * 7 + (0.8,)),
         seed=draw.randrange(8),
+        options=draw.choice(({},) * 15 + OPTIONS),
         priority=draw.randrange(3),
         session=is_session,
     )
