@@ -136,7 +136,7 @@ def play_late(
                 pending.append(queued)
             if checked:
                 _check(toy, work, on_device=stream is None)
-            take_all_but(lag)
+            take_all_but(lag if work else max(0, len(pending) - 1))
         take_all_but(0)
         if stream is not None:
             stream.drain()

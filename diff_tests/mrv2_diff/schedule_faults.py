@@ -11,7 +11,7 @@ Each names the check that must find it:
 The runner has no switch for any of this: a fault replaces a method for as long as it is applied.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -28,6 +28,7 @@ from mrv2.memory.transfers import Transfers
 from mrv2.output import PendingOutput
 from mrv2.plan import Scheduled, StepPlan
 from mrv2.runner import Runner
+from mrv2.sampling.prompt_logprobs import PromptScores
 from mrv2.sampling.sampler import Sampler, SamplerOutput
 from mrv2.state.block_tables import BlockTables
 from mrv2.state.requests import RequestColumns
@@ -72,10 +73,14 @@ def _event_before_the_copies() -> Iterator[None]:
     init = PendingOutput.__init__
 
     def faulty(
-        self: PendingOutput, layout: BatchLayout, sampled: SamplerOutput, transfers: Transfers
+        self: PendingOutput,
+        layout: BatchLayout,
+        sampled: SamplerOutput,
+        transfers: Transfers,
+        prompt_scores: Mapping[str, PromptScores],
     ) -> None:
         ready = transfers.record()
-        init(self, layout, sampled, transfers)
+        init(self, layout, sampled, transfers, prompt_scores)
         self._ready = ready
 
     with patch.object(PendingOutput, "__init__", faulty):

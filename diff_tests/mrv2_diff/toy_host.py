@@ -84,6 +84,10 @@ class ToyHost:
         self._departed: list[str] = []
         self._draws: deque[list[tuple[ToyRequest, int]]] = deque()
 
+    def num_free(self, group: int) -> int:
+        """Return how many blocks of a KV group nobody holds."""
+        return len(self._free[group])
+
     def add(
         self, req_id: str, prompt: Sequence[int], sampling: Sampling | None = None
     ) -> ToyRequest:
@@ -246,7 +250,8 @@ class Toy:
         Args:
             story: What happens before each step.
             num_steps: Calls of `story`.
-            lag: Steps queued before the oldest one's output is taken; 0 waits for each.
+            lag: Steps queued before the oldest one's output is taken; 0 waits for each. A step that
+                runs nothing takes one, too.
             after_step: Called when a step was queued.
         """
         pending: deque[PendingOutput] = deque()
@@ -255,7 +260,7 @@ class Toy:
             after_step()
             if queued is not None:
                 pending.append(queued)
-            while len(pending) > lag:
+            if pending and (queued is None or len(pending) > lag):
                 self.host.take(pending.popleft().wait())
         while pending:
             self.host.take(pending.popleft().wait())
