@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import subprocess
 import time
 from collections.abc import Iterator
@@ -41,6 +42,7 @@ ARGUMENTS = (
     "--block-size=32",
     "--num-gpu-blocks-override=40",
 )
+EOS_ID = 330
 TEXT = "the quick brown fox jumps over the lazy dog and goes on to the next river "
 
 
@@ -263,16 +265,59 @@ def test_differing_tokens_are_seen(ours: Run) -> None:
 def test_an_unsupported_request_is_refused_and_the_server_goes_on(ours: Run) -> None:
     body = {"model": "tiny", "prompt": [5, 6, 7], "max_tokens": 3, "temperature": 0}
     url = f"{ours.server.url}/v1/completions"
-    unsupported = {"temperature": 0.7, "top_k": 5, "presence_penalty": 0.5}
-    refused = httpx.post(url, json={**body, **unsupported}, timeout=60)
-    assert refused.status_code == httpx.codes.BAD_REQUEST
-    message = refused.json()["error"]["message"]
-    assert "top_k=5" in message
-    assert "presence_penalty=0.5" in message
+    for asked, message in (
+        ({"watermarking": True}, "watermarking (watermarking=True): leave it out"),
+        ({"allowed_token_ids": [EOS_ID], "min_tokens": 2}, "min_tokens is 2 and forbids every one"),
+        ({"top_p": 1.5}, "top_p must be in (0, 1]"),
+        ({"logit_bias": {"999": 1.0}}, "999"),
+    ):
+        refused = httpx.post(url, json={**body, **asked}, timeout=60)
+        assert refused.status_code == httpx.codes.BAD_REQUEST
+        assert message in refused.json()["error"]["message"]
     served = httpx.post(url, json=body, timeout=60)
     assert served.status_code == httpx.codes.OK
     before = (ours.report or {})["steps_executed"]
     assert (ours.server.report() or {})["steps_executed"] > before
+
+
+def test_a_processor_that_raises_ends_its_request_and_the_server_goes_on(
+    model: Path, tmp_path: Path
+) -> None:
+    processor = "mrv2_diff.drivers.processors:Climbs"
+    arguments = (*ARGUMENTS, "--served-model-name", "tiny", "--logits-processors", processor)
+    climb = [8, 9, 10, 11, 12, 13]
+    wanted: dict[str, Any] = {"prompt": [5, 6, 7], "max_tokens": 6, "ignore_eos": True}
+    body = {"model": "tiny", "temperature": 0, "return_token_ids": True, **wanted}
+    arguments_of: dict[str, dict[str, Any]] = {
+        "plain": {},
+        "climbs": {"climbs": 1},
+        "raises": {"climbs": 1, "raises": "late"},
+    }
+    asked = ["plain", "climbs", "raises", "climbs"] * 3
+    with serving(model, tmp_path / "log", arguments, {"MRV2_RUNNER": "mrv2"}) as server:
+
+        async def ask_at_once() -> list[httpx.Response]:
+            async with httpx.AsyncClient(base_url=server.url, timeout=300) as client:
+                posts = (
+                    client.post("/v1/completions", json={**body, "vllm_xargs": arguments_of[kind]})
+                    for kind in asked
+                )
+                return await asyncio.gather(*posts)
+
+        for _ in range(2):
+            replies = asyncio.run(ask_at_once())
+            for kind, reply in zip(asked, replies, strict=True):
+                if kind == "raises":
+                    assert reply.status_code == httpx.codes.INTERNAL_SERVER_ERROR
+                    continue
+                assert reply.status_code == httpx.codes.OK
+                token_ids = reply.json()["choices"][0]["token_ids"]
+                assert len(token_ids) == len(climb)
+                assert (token_ids == climb) == (kind == "climbs")
+        assert httpx.get(f"{server.url}/health").status_code == httpx.codes.OK
+        assert_mrv2_served(server.report())
+    said = (tmp_path / "log").read_text()
+    assert re.search(r"request cmpl-\S+: the logits processor \S+Climbs raised RuntimeError", said)
 
 
 def test_an_unsupported_server_is_refused_before_its_engine_starts(model: Path) -> None:

@@ -237,6 +237,7 @@ class CustomProcessors:
             f"the logits processor {processor.name} raised {type(error).__name__}: {error}"
         )
         self._failures[member.req_id] = member.failure
+        logger.error("request %s: %s", member.req_id, member.failure)
 
 
 def _run(
