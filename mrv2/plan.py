@@ -6,7 +6,7 @@ Preemption is a departure and resumption an arrival, so there are only three lif
 Checks that cost no more than they save stand here, at the boundary.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from itertools import chain
 
@@ -103,17 +103,17 @@ def sampling_faults(sampling: Sampling, vocab_size: int, *, has_markers: bool) -
         vocab_size: Width of the model's logits.
         has_markers: Whether the runner knows the marks around the model's thinking.
     """
-    named: dict[str, Iterable[int]] = {
+    named: dict[str, Collection[int]] = {
         "logit_bias": sampling.logit_bias,
         "allowed_token_ids": sampling.allowed_token_ids or (),
-        "bad_words": chain.from_iterable(sampling.bad_words),
+        "bad_words": tuple(chain.from_iterable(sampling.bad_words)),
         "stop_token_ids": sampling.stop_token_ids,
         "logprob_token_ids": sampling.logprob_token_ids or (),
     }
     faults = []
     for name, token_ids in named.items():
-        outside = sorted({i for i in token_ids if not 0 <= i < vocab_size})
-        if outside:
+        if token_ids and not 0 <= min(token_ids) <= max(token_ids) < vocab_size:
+            outside = sorted({i for i in token_ids if not 0 <= i < vocab_size})
             faults.append(
                 f"{name} has {_some(outside)}; the vocabulary is 0 to {vocab_size - 1}: leave out "
                 "what is outside"

@@ -1,7 +1,10 @@
 """Processors of V1's protocol inside the runner, with the toy host in vLLM's place."""
 
+import importlib.metadata
+import sys
 from collections import deque
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -371,3 +374,52 @@ def test_several_logits_of_one_request_are_refused() -> None:
     )
     with pytest.raises(ProtocolError, match="several logits in one step"):
         guest.processors.apply([], torch.zeros(2, VOCAB), view)
+
+
+# What is loaded.
+
+
+def loaded(named: object, installed: list[Any], monkeypatch: pytest.MonkeyPatch) -> Any:
+    from vllm import SamplingParams
+
+    from mrv2_compat.vllm_v1.custom_processors import load_custom_processors
+
+    def entry_points(group: str) -> list[Any]:
+        assert group == "vllm.logits_processors"
+        return [
+            SimpleNamespace(name="n", value="v", load=lambda kind=kind: kind) for kind in installed
+        ]
+
+    monkeypatch.setattr(importlib.metadata, "entry_points", entry_points)
+    config: Any = SimpleNamespace(
+        model_config=SimpleNamespace(logits_processors=named),
+        scheduler_config=SimpleNamespace(max_num_seqs=4),
+        speculative_config=None,
+    )
+    return load_custom_processors(config, CONFIG.device, lambda _: SamplingParams())
+
+
+def test_without_processors_of_others_there_is_no_stage(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert loaded(None, [], monkeypatch) is None
+    assert loaded([], [], monkeypatch) is None
+
+
+def test_installed_and_named_processors_become_one_stage_for_each_kind(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    probe = Probe()
+    reshapes, narrows = dict_processor(probe), dict_processor(probe, invariant=True)
+    both = loaded([narrows], [reshapes], monkeypatch)
+    assert (len(both.reshaping), len(both.narrowing)) == (1, 1)
+    assert probe.made == 2
+    named = f"{__name__}:NAMED"
+    monkeypatch.setattr(sys.modules[__name__], "NAMED", narrows, raising=False)
+    one = loaded([named], [], monkeypatch)
+    assert (len(one.reshaping), len(one.narrowing)) == (0, 1)
+
+
+def test_a_processor_that_cannot_be_loaded_is_vllms_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(RuntimeError, match="Failed to load 0th LogitsProcessor"):
+        loaded(["no_such_module:Kind"], [], monkeypatch)
+    with pytest.raises(ValueError, match="is not a subclass of LogitsProcessor"):
+        loaded([int], [], monkeypatch)
