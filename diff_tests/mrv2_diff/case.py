@@ -32,6 +32,8 @@ class EngineSpec:
 
     The tightest floor shows the most; vLLM's own choice would be bfloat16.
     """
+    logprobs_mode: str = "raw_logprobs"
+    """What is returned as logprobs: of raw or processed logits, normalised or as they are."""
     tokenizer: bool = False
     """Whether the engine has its tokenizer, which grammars need."""
 
@@ -54,6 +56,7 @@ class EngineSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Add:
+            "logprobs_mode": self.logprobs_mode,
     """A request that arrives before a step."""
 
     step: int

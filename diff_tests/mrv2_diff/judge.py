@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from mrv2_diff.case import Add, Case, Event
 from mrv2_diff.compare import right as right_rows
 from mrv2_diff.compare.right import Effects, RightRows, compare_right
-from mrv2_diff.compare.steps import Expectations, compare_ledgers, compare_step
+from mrv2_diff.compare.steps import OF_PROMPTS, Expectations, compare_ledgers, compare_step
 from mrv2_diff.compare.tally import Place, Tally
 from mrv2_diff.observation import Observation
 from mrv2_diff.record import Latency, Memory
@@ -189,16 +189,25 @@ def right_values_of(case: Case, effects: Effects) -> RightRows | None:
     if not logprobs and all(each is not None and not each.in_use for each in parameters.values()):
         return None
     return RightRows(
-        parameters=parameters, logprobs=logprobs, effects=effects, departure=case.departure
+        parameters=parameters,
+        logprobs=logprobs,
+        logprobs_mode=case.engine.logprobs_mode,
+        effects=effects,
+        departure=case.departure,
     )
 
 
-def expectations(events: tuple[Event, ...]) -> Expectations:
-    """Return what a workload says about its requests."""
+def expectations(events: tuple[Event, ...], logprobs_mode: str = "raw_logprobs") -> Expectations:
+    """Return what a workload says about its requests, on an engine with this mode."""
     adds = [event for event in events if isinstance(event, Add)]
+    wanted = right_rows.logprobs_of(adds)
     return Expectations(
         greedy=frozenset(event.req_id for event in adds if event.temperature == 0.0),
-        num_logprobs={event.req_id: event.logprobs for event in adds},
+        num_logprobs={
+            event.req_id: wanted[event.req_id].count if event.req_id in wanted else None
+            for event in adds
+        },
+        logprobs_mode=logprobs_mode,
         structured=frozenset(
             event.req_id for event in adds if event.further.get("structured_outputs")
         ),
@@ -228,6 +237,13 @@ def _expected_values(case: Case) -> list[str]:
         values.append("tokens")
     if any(count is not None for count in expected.num_logprobs.values()):
         values += ["logprobs", "ranks"]
+    events = case.workload()
+    if any(
+        event.further.get("prompt_logprobs") is not None and len(event.prompt) > 1
+        for event in events
+        if isinstance(event, Add)
+    ):
+        values.append(OF_PROMPTS)
     if right_values_of(case, Effects()) is not None:
         values.append(right_rows.VALUE)
     return values

@@ -4,8 +4,8 @@ Everything is copied out of the runner, so that later steps cannot change it, an
 because runners are free to order their batches differently.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -18,14 +18,14 @@ Floats = npt.NDArray[np.float32]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ObservedLogprobs:
-    """Log probabilities as a runner returned them, a row for each drawn token."""
+    """Log probabilities as a runner returned them, a row for each drawn token, or of a prompt."""
 
     token_ids: Ints
-    """[num_draws, 1 + k]."""
+    """[num_rows, 1 + k]."""
     values: Floats
-    """[num_draws, 1 + k]."""
+    """[num_rows, 1 + k]."""
     ranks: Ints
-    """[num_draws]."""
+    """[num_rows]."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,6 +54,8 @@ class Observation:
     drawn: Ints
     """[num_draws], the runner's own choice, as its sampler made it."""
     logprobs: ObservedLogprobs | None
+    prompt_logprobs: Mapping[str, ObservedLogprobs] = field(default_factory=dict)
+    """Those that the step returned, by request: a row for each token of a prompt but the first."""
 
 
 def merge(parts: Sequence[Observation]) -> Observation:
@@ -116,6 +118,7 @@ def _concatenate(first: Observation, second: Observation) -> Observation:
         tokens=np.concatenate((first.tokens, second.tokens)),
         drawn=np.concatenate((first.drawn, second.drawn)),
         logprobs=_concatenate_logprobs(first, second),
+        prompt_logprobs={**first.prompt_logprobs, **second.prompt_logprobs},
     )
 
 

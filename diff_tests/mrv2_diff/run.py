@@ -20,7 +20,7 @@ from mrv2_diff.apart import MODE, run_apart
 from mrv2_diff.case import Abort, Add, Case, EngineSpec, Event
 from mrv2_diff.compare import right
 from mrv2_diff.compare.right import RightRows
-from mrv2_diff.compare.steps import compare_step
+from mrv2_diff.compare.steps import OF_PROMPTS, compare_step
 from mrv2_diff.compare.tally import Place, Tally
 from mrv2_diff.environment import collect
 from mrv2_diff.judge import (
@@ -136,6 +136,7 @@ class _Bench:
             self._floor = measure_floor(engine)
         bounds = {value: noise.MARGIN * floor for value, floor in self._floor.items()}
         bounds[right.VALUE] = right.BOUND
+        bounds[OF_PROMPTS] = bounds["logprobs"]
         outcome = Outcome(Tally(bounds), inconclusive=floor_fault(self._floor, engine.dtype))
         events, candidate = case.workload(), self._request.pair[1]
         for mode, schedule in _modes(case, self._request.pair):
@@ -159,7 +160,7 @@ class _Bench:
         schedule: str,
     ) -> None:
         place = Place(mode if schedule == "same" else f"{mode}, {schedule}", 0)
-        expected = expectations(events)
+        expected = expectations(events, case.engine.logprobs_mode)
         outcome.modes.append(place.mode)
         outcome.tally.stopped = False
         first = len(outcome.modes) == 1
@@ -252,7 +253,7 @@ def measure_floor(engine: LockstepEngine) -> dict[str, float]:
         RuntimeError: The reference fails beside itself, or is given other inputs.
     """
     events = noise.probe()
-    expected = expectations(events)
+    expected = expectations(events, engine.logprobs_mode)
     tally = Tally(None)
 
     def listen(report: StepReport) -> None:

@@ -23,7 +23,10 @@ from mrv2_diff.compare.right import (
     wanted_values,
 )
 from mrv2_diff.compare.tally import FloatArray, Place, Tally
-from mrv2_diff.observation import Ints, Observation, token_index
+from mrv2_diff.observation import Ints, Observation, ObservedLogprobs, token_index
+
+OF_PROMPTS = "prompt_logprobs"
+"""The value that `compare_prompt_logprobs` counts. Only cases that ask for it have it."""
 
 Ledger = Mapping[str, Mapping[str, object]]
 
@@ -38,6 +41,8 @@ class Expectations:
     """Logprobs that each request asked for; -1 for the whole vocabulary."""
     structured: frozenset[str] = frozenset()
     """Requests under a grammar, whose logits may be -inf."""
+    logprobs_mode: str = "raw_logprobs"
+    """What the engine returns as logprobs."""
 
     def without(self, req_ids: frozenset[str]) -> "Expectations":
         """Return the expectations with no logprobs of some requests."""
@@ -72,6 +77,7 @@ def compare_step(
         )
         return
     _compare_inputs(tally, place, reference, candidate)
+    compare_prompt_logprobs(tally, place, reference.prompt_logprobs, candidate.prompt_logprobs)
     if sorted(reference.draw_ids) != sorted(candidate.draw_ids):
         tally.structure(
             "output", place, 1, [f"draws of {candidate.draw_ids} in place of {reference.draw_ids}"]
@@ -82,6 +88,62 @@ def compare_step(
     )
     if len(rows):
         _compare_draws(tally, place, expected, reference, candidate, rows, right)
+
+
+def compare_prompt_logprobs(
+    tally: Tally,
+    place: Place,
+    reference: Mapping[str, ObservedLogprobs],
+    candidate: Mapping[str, ObservedLogprobs],
+) -> None:
+    """Compare the logprobs of prompts that a step returned: values, tokens, ranks, and whose.
+
+    Where two of the likeliest are as good as equal, either may be listed, and first.
+    """
+    if sorted(reference) != sorted(candidate):
+        wrong = f"prompt logprobs of {sorted(candidate)} in place of {sorted(reference)}"
+        tally.structure(OF_PROMPTS, place, 0, [wrong])
+        return
+    for req_id, ours in reference.items():
+        theirs = candidate[req_id]
+        finite = np.abs(ours.values[np.isfinite(ours.values)])
+        size = max(1.0, float(finite.max(initial=1.0)))
+        tally.close(
+            OF_PROMPTS,
+            place,
+            [req_id] * len(ours.values),
+            ours.values.astype(np.float64),
+            theirs.values.astype(np.float64),
+            np.full(len(ours.values), size),
+        )
+        bound = tally.bound(OF_PROMPTS)
+        if bound is None or theirs.values.shape != ours.values.shape:
+            continue
+        slack = bound * float(np.spacing(np.float32(size)))
+        faults = [
+            f"{req_id}, token {position + 1} of the prompt: {fault}"
+            for position in range(len(ours.values))
+            for fault in _row_faults(ours, theirs, position, slack)
+        ]
+        tally.structure(OF_PROMPTS, place, ours.token_ids.size + ours.ranks.size, faults)
+
+
+def _row_faults(
+    ours: ObservedLogprobs, theirs: ObservedLogprobs, row: int, slack: float
+) -> list[str]:
+    """Return what one row of a prompt's token ids and ranks gets wrong."""
+    faults = []
+    if int(ours.ranks[row]) != int(theirs.ranks[row]):
+        faults.append(f"rank {theirs.ranks[row]} in place of {ours.ranks[row]}")
+    wanted, given = ours.token_ids[row].tolist(), theirs.token_ids[row].tolist()
+    known = dict(zip(wanted, ours.values[row].tolist(), strict=True))
+    least = min(ours.values[row, 1:].tolist(), default=0.0)
+    for token, value in zip(given[1:], theirs.values[row, 1:].tolist(), strict=True):
+        if not abs(known.get(token, least) - value) <= slack and known.get(token, least) != value:
+            faults.append(f"token {token} has {value} in place of {known.get(token)}")
+    if given[0] != wanted[0] or len(set(given[1:])) != len(set(wanted[1:])):
+        faults.append(f"token ids {given} in place of {wanted}")
+    return faults
 
 
 def compare_ledgers(tally: Tally, place: Place, reference: Ledger, candidate: Ledger) -> None:
@@ -211,7 +273,7 @@ def _compare_logprobs(
     ours, theirs = reference.logprobs, candidate.logprobs
     if ours is None or theirs is None:
         return
-    normalised = torch.log_softmax(reference.logits, dim=-1).numpy()
+    normalised = _values(reference, expected.logprobs_mode)
     vocab_size = normalised.shape[1]
     for row, owner in enumerate(reference.draw_ids):
         wanted = expected.num_logprobs.get(owner)
@@ -244,6 +306,16 @@ def _compare_logprobs(
 
 
 def _rounds_to(
+def _values(observation: Observation, mode: str) -> npt.NDArray[np.float32]:
+    """Return what a mode takes for logprobs, [num_draws, vocab_size]."""
+    of_processed = mode.startswith("processed")
+    logits = observation.processed_logits if of_processed else observation.logits
+    values: npt.NDArray[np.float32] = (
+        logits if mode.endswith("logits") else torch.log_softmax(logits, dim=-1)
+    ).numpy()
+    return values
+
+
     tally: Tally, normalised: npt.NDArray[np.float32], token: int, rank: int, scale: FloatArray
 ) -> bool:
     """Say whether rounding within the bound can give a token this rank.

@@ -52,6 +52,7 @@ class LockstepEngine:
         self.worker: LockstepWorker = self._engine.model_executor.driver_worker.worker
         self.dtype = str(self._engine.vllm_config.model_config.dtype).removeprefix("torch.")
         """Of the model, by torch's name."""
+        self.logprobs_mode = spec.logprobs_mode
         self.vocab_size: int = self._engine.vllm_config.model_config.get_vocab_size()
 
     def run(self, events: tuple[Event, ...], settings: Pass) -> None:

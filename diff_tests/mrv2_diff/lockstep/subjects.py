@@ -131,6 +131,7 @@ class V1Subject:
             tokens=_ints(own)[drawn],
             drawn=_ints(own)[drawn],
             logprobs=_v1_logprobs(output, drawn),
+            prompt_logprobs=_prompt_logprobs(output),
         )
 
     def ledger(self) -> dict[str, dict[str, object]]:
@@ -271,7 +272,7 @@ class _ForcingSampler(nn.Module):
     mask and before all else, as ours are shown.
     """
 
-    def __init__(self, sampler: nn.Module) -> None:
+    def __init__(self, sampler: Any) -> None:
         super().__init__()
         self.sampler = sampler
         self.observing = False
@@ -279,6 +280,9 @@ class _ForcingSampler(nn.Module):
         self.own_choice: Tensor | None = None
         self._forced: Forced | None = None
         self._req_ids: list[str] = []
+        # The runner scores prompts with these.
+        self.compute_logprobs: Callable[..., Any] = sampler.compute_logprobs
+        self.gather_logprobs: Callable[..., Any] = sampler.gather_logprobs
 
     def force(self, forced: Forced | None, req_ids: list[str]) -> None:
         """Set the tokens of the next step, by request, and the order of the batch."""
@@ -356,6 +360,7 @@ class _StepCopies:
             tokens=np.array([token for _, token in returned], dtype=np.int64),
             drawn=values["tokens"][rows],
             logprobs=_returned_logprobs(output),
+            prompt_logprobs=_prompt_logprobs(output),
         )
 
 
@@ -380,6 +385,19 @@ def _v1_logprobs(output: ModelRunnerOutput, drawn: list[int]) -> ObservedLogprob
         values=np.asarray(values)[rows].astype(np.float32),
         ranks=np.asarray(ranks)[rows].astype(np.int64),
     )
+
+
+def _prompt_logprobs(output: ModelRunnerOutput) -> dict[str, ObservedLogprobs]:
+    """Return copies of the prompts' logprobs that a step returned."""
+    return {
+        req_id: ObservedLogprobs(
+            token_ids=_ints(scores.logprob_token_ids),
+            values=scores.logprobs.cpu().numpy().astype(np.float32, copy=True),
+            ranks=_ints(scores.selected_token_ranks),
+        )
+        for req_id, scores in output.prompt_logprobs_dict.items()
+        if scores is not None
+    }
 
 
 def _returned_logprobs(output: ModelRunnerOutput) -> ObservedLogprobs | None:
