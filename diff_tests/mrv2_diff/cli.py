@@ -28,7 +28,7 @@ from mrv2_diff.harness import (
 from mrv2_diff.record import Record
 from mrv2_diff.records_folder import RECORDS, RecordsFolder, RecordsFolderError
 from mrv2_diff.schedules import actions
-from mrv2_diff.schedules.result import SoakResult, summary
+from mrv2_diff.schedules.result import SoakResult, invariance_table, summary
 
 EXIT_PASSED = 0
 EXIT_FAILED = 1
@@ -88,6 +88,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_bench(commands)
     _add_soak(commands)
     _add_replay(commands)
+    _add_command(commands, "invariance", help_texts.INVARIANCE)
     _add_command(commands, "check-surface", help_texts.CHECK_SURFACE)
     return parser
 
@@ -538,6 +539,15 @@ def _replay(arguments: argparse.Namespace, harness: Harness) -> int:
     return EXIT_PASSED if failure is None else EXIT_FAILED
 
 
+def _invariance(arguments: argparse.Namespace, harness: Harness) -> int:
+    result = harness.invariance()
+    print(invariance_table(result))
+    same = sum(row.num_same for row in result.rows)
+    print(f"invariance: {same} of {result.num_requests * len(result.rows)} outputs as alone",
+          flush=True)  # fmt: skip
+    return EXIT_PASSED if result.passes else EXIT_FAILED
+
+
 def _check_surface(arguments: argparse.Namespace, harness: Harness) -> int:
     try:
         unknown = harness.surface()
@@ -561,6 +571,7 @@ _COMMANDS = {
     "bench": _bench,
     "soak": _soak,
     "replay": _replay,
+    "invariance": _invariance,
     "check-surface": _check_surface,
 }
 

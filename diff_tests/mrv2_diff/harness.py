@@ -11,7 +11,7 @@ from mrv2_diff import process
 from mrv2_diff.case import Case
 from mrv2_diff.record import Record
 from mrv2_diff.schedules.actions import Model, Schedule
-from mrv2_diff.schedules.result import SoakResult
+from mrv2_diff.schedules.result import InvarianceResult, SoakResult
 
 OnStep = Callable[[str, int], None]
 
@@ -78,6 +78,8 @@ class Harness:
     """Plays random schedules, and tells now and then how far it got."""
     replay: Callable[[Schedule], str | None]
     """Plays one schedule; returns how it fails, or None."""
+    invariance: Callable[[], InvarianceResult]
+    """Schedules the same requests in many ways."""
 
 
 def installed_harness() -> Harness:
@@ -90,6 +92,7 @@ def installed_harness() -> Harness:
         surface=_surface,
         soak=_soak,
         replay=_replay,
+        invariance=_invariance,
     )
 
 
@@ -151,3 +154,10 @@ def _replay(schedule: Schedule) -> str | None:
     else:
         from mrv2_diff.schedules.beside_v1 import replay
     return replay(schedule)
+
+
+def _invariance() -> InvarianceResult:
+    process.prepare()
+    from mrv2_diff.schedules.invariance import invariance  # imports torch and vLLM: seconds
+
+    return invariance()

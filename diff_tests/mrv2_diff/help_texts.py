@@ -146,6 +146,20 @@ example:
 exit codes: 0 nothing is wrong, 1 it fails, 2 the file is no schedule.""",
 )
 
+INVARIANCE = HelpText(
+    short="schedule the same requests in many ways, and compare their tokens",
+    long="""\
+Run requests with various sampling parameters alone, then together: in one batch, in chunks of three
+sizes, preempted at three points and for want of blocks, from a warm prefix cache, and with steps
+queued ahead. Print a line for each: how many requests returned what they return alone. vLLM's
+scheduler drives our runner; the model is HashLM, whose logits depend on every KV slot.""",
+    epilog="""\
+example:
+  mrv2-diff invariance
+
+exit codes: 0 every token is the same, 1 one differs or a way of scheduling did not come about.""",
+)
+
 CHECK_SURFACE = HelpText(
     short="list what the installed vLLM touches on a runner and we do not know",
     long="""\

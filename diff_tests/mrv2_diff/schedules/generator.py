@@ -36,6 +36,7 @@ OPTIONS: tuple[dict[str, Any], ...] = (
     {"repetition_penalty": 1.4},
     {"min_tokens": 1},
     {"allowed_token_ids": [0, 3, 5, 8, 13, 21, 30]},
+    {"top_k": 5, "top_p": 0.9, "min_p": 0.05},
 )
 """Parameters whose effect depends on the tokens before, or on what the row remembers."""
 
@@ -84,7 +85,7 @@ def _arrive(draw: random.Random) -> Arrive:
         stop=draw.choice((None, None, 5)),
         temperature=draw.choice((0.0,) * 7 + (0.8,)),
         seed=draw.randrange(8),
-        options=draw.choice(({},) * 15 + OPTIONS),
+        options=draw.choice(({},) * 18 + OPTIONS),
         priority=draw.randrange(3),
         session=is_session,
     )

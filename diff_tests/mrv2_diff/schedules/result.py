@@ -64,6 +64,47 @@ class SoakResult:
         return self.failure is None and self.is_flat
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """How one way of scheduling came out."""
+
+    way: str
+    happens: str
+    """Kind of event that it is about."""
+    times: int
+    """How often that happened."""
+    num_same: int
+    """Requests that returned what they return alone."""
+    differing: list[str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InvarianceResult:
+    """Whether requests return the same tokens however they are scheduled."""
+
+    num_requests: int
+    refused: list[str]
+    """Parameters that the runner does not serve, left out."""
+    rows: list[Row]
+
+    @property
+    def passes(self) -> bool:
+        """Whether no token differed, and everything happened that was to."""
+        return all(row.times > 0 and not row.differing for row in self.rows)
+
+
+def invariance_table(result: InvarianceResult) -> str:
+    """Return a line for each way of scheduling, for people."""
+    lines = [f"{'scheduled':<34} {'as alone':<10} what it is about"]
+    for row in result.rows:
+        same = f"{row.num_same} of {result.num_requests}"
+        lines.append(f"{row.way:<34} {same:<10} {row.times} {row.happens}")
+        lines += [f"  {text}" for text in row.differing]
+    if result.refused:
+        lines.append(f"not served, left out: {', '.join(result.refused)}")
+    return "\n".join(lines)
+
+
 def ends(values: Sequence[int]) -> tuple[float, float]:
     """Return the medians of the first and of the last tenth of some values."""
     tenth = max(1, len(values) // 10)

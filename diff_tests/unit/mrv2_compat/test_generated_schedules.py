@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -11,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from mrv2.state.requests import RequestColumns
-from mrv2_compat.vllm_v1.ledger import RequestLedger
+from mrv2_compat.vllm_v1.ledger import KnownRequest, RequestLedger
 from mrv2_diff.mutants import MUTANTS, Patch
 from mrv2_diff.schedules import actions as act
 from mrv2_diff.schedules.events import KINDS
@@ -104,6 +105,16 @@ def ended_requests_stay_known() -> AbstractContextManager[object]:
     return patch.object(RequestLedger, "forget", lambda self, req_id: None)
 
 
+def resumed_requests_draw_from_another_seed() -> AbstractContextManager[object]:
+    get = RequestLedger.get
+
+    def faulty(self: RequestLedger, req_id: str) -> KnownRequest:
+        known = get(self, req_id)
+        return replace(known, sampling=replace(known.sampling, seed=known.sampling.seed + 1))
+
+    return patch.object(RequestLedger, "get", faulty)
+
+
 FAULTS: dict[str, Patch] = {
     **{
         mutant.id: mutant.apply
@@ -112,6 +123,7 @@ FAULTS: dict[str, Patch] = {
     },
     "progress-never-taken-back": progress_is_never_taken_back,
     "ended-stays-known": ended_requests_stay_known,
+    "resumed-with-another-seed": resumed_requests_draw_from_another_seed,
 }
 
 
@@ -126,6 +138,27 @@ def test_a_planted_fault_is_found_and_its_schedule_made_short(fault: str, tmp_pa
         act.write(failure.schedule, tmp_path / "failing.json")
         assert replay(act.read(tmp_path / "failing.json")) is not None
     assert replay(act.read(tmp_path / "failing.json")) is None
+
+
+def test_every_way_of_scheduling_gives_the_same_tokens() -> None:
+    from mrv2_diff.schedules.invariance import WAYS, invariance
+
+    result = invariance()
+    assert [row.differing for row in result.rows] == [[]] * len(WAYS)
+    assert [row.way for row in result.rows if not row.times] == []
+    assert result.passes
+    assert result.num_requests >= 8
+
+
+def test_a_way_of_scheduling_that_changes_a_token_is_seen() -> None:
+    from mrv2_diff.schedules.invariance import invariance
+
+    with resumed_requests_draw_from_another_seed():
+        result = invariance()
+    rows = {row.way: row for row in result.rows}
+    assert rows["preempted after step 4"].differing
+    assert not rows["all in one batch"].differing
+    assert not result.passes
 
 
 def test_shrinking_leaves_what_is_needed_and_nothing_else() -> None:

@@ -8,7 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from io import StringIO
 from pathlib import Path
 
@@ -34,7 +34,7 @@ from mrv2_diff.models import ModelSpec, make_model
 from mrv2_diff.progress import BarProgress, LineProgress
 from mrv2_diff.record import Record
 from mrv2_diff.schedules import actions as act
-from mrv2_diff.schedules.result import Failure, SoakResult
+from mrv2_diff.schedules.result import Failure, InvarianceResult, Row, SoakResult
 from mrv2_diff.verdict import Verdict
 
 MakeRecord = Callable[..., Record]
@@ -57,6 +57,17 @@ CATALOG = {
     for case in (_case("greedy", "sampling"), _case("seeded", "sampling"), _case("churn", "rows"))
 }
 
+
+INVARIANCE = InvarianceResult(
+    num_requests=3,
+    refused=["a grammar"],
+    rows=[
+        Row(way="in one batch", happens="arrivals", times=3, num_same=3, differing=[]),
+        Row(
+            way="in chunks", happens="chunks", times=9, num_same=2, differing=["a: [1], alone [2]"]
+        ),
+    ],
+)
 
 ENVIRONMENT = {"commit": "0123456789ab", "mrv2": "0.1.0", "vllm": "0.32.0", "torch": "2.13.0"}
 
@@ -117,6 +128,7 @@ class FakeHarness:
             surface=lambda: self.unknown,
             soak=self.soak,
             replay=self.replay,
+            invariance=lambda: INVARIANCE,
         )
 
     def __call__(self, *arguments: object) -> int:
@@ -200,6 +212,7 @@ def test_a_case_without_a_record_fails_the_run(
         surface=dict,
         soak=fake.soak,
         replay=fake.replay,
+        invariance=lambda: INVARIANCE,
     )
     assert main(["run", "--out", str(tmp_path)], harness=lazy) == 1
     captured = capsys.readouterr()
@@ -582,7 +595,17 @@ def test_bench_says_which_numbers_it_takes(
 
 @pytest.mark.parametrize(
     "command",
-    ["run", "report", "make-model", "cases", "bench", "soak", "replay", "check-surface"],
+    [
+        "run",
+        "report",
+        "make-model",
+        "cases",
+        "bench",
+        "soak",
+        "replay",
+        "invariance",
+        "check-surface",
+    ],
 )
 def test_help_teaches(fake: FakeHarness, command: str, capsys: Capture) -> None:
     with pytest.raises(SystemExit) as caught:
@@ -659,6 +682,24 @@ def test_a_file_that_is_no_schedule_is_refused(
         assert fake("replay", path) == 2
         assert reason in (error := capsys.readouterr().err)
         assert "name a file that mrv2-diff soak wrote" in error
+
+
+def test_invariance_prints_a_line_for_each_way_and_what_differs(
+    fake: FakeHarness, capsys: Capture
+) -> None:
+    assert fake("invariance") == 1
+    text = capsys.readouterr().out
+    assert re.search(r"in one batch +3 of 3 +3 arrivals\n", text)
+    assert re.search(r"in chunks +2 of 3 +9 chunks\n  a: \[1\], alone \[2\]\n", text)
+    assert "left out: a grammar" in text
+    assert _last_line(text) == "invariance: 5 of 6 outputs as alone"
+
+
+def test_invariance_needs_what_each_way_is_about() -> None:
+    same = Row(way="w", happens="resumes", times=1, num_same=1, differing=[])
+    for times, passes in ((1, True), (0, False)):
+        row = replace(same, times=times)
+        assert InvarianceResult(num_requests=1, refused=[], rows=[row]).passes is passes
 
 
 def test_a_soak_says_which_times_it_takes(fake: FakeHarness, capsys: Capture) -> None:
