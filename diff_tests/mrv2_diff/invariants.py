@@ -19,6 +19,7 @@ from mrv2.memory.mirrored import MirroredTensor
 from mrv2.memory.ragged import MirroredLists
 from mrv2.memory.staged import StagedWriteTensor
 from mrv2.memory.transfers import Transfers
+from mrv2.sampling.prompt_logprobs import PromptScores
 from mrv2.sampling.sampler import Sampler
 
 POISON_BLOCK = 0
@@ -141,8 +142,13 @@ def owned(runner: Runner) -> Iterator[tuple[str, object]]:
 
 
 def snapshot(runner: Runner) -> dict[str, object]:
-    """Return a copy of every value that a runner holds, by path; what carries copies left out."""
-    carriers = [path for path, value in owned(runner) if isinstance(value, Transfers)]
+    """Return a copy of every value that a runner holds, by path.
+
+    Left out are what carries copies, and scores of prompts, which are not whole before they are
+    given away.
+    """
+    left_out = (Transfers, PromptScores)
+    carriers = [path for path, value in owned(runner) if isinstance(value, left_out)]
     values: dict[str, object] = {}
     for path, value in owned(runner):
         if any(path.startswith(carrier) for carrier in carriers):

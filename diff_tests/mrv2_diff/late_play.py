@@ -9,9 +9,7 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 
-import numpy as np
-
-from mrv2 import KVGroup, PendingOutput, RunnerConfig, RunnerOutput, StepPlan
+from mrv2 import KVGroup, Logprobs, PendingOutput, RunnerConfig, RunnerOutput, StepPlan
 from mrv2_diff.invariants import (
     LiveRequest,
     PoisonFreed,
@@ -28,7 +26,7 @@ class Played:
     """What came of a story."""
 
     results: list[tuple[object, ...]] = field(default_factory=list)
-    """Each step's output as it was when it was taken: request ids, tokens and logprobs."""
+    """Each step's output when it was taken: request ids, tokens, logprobs and those of prompts."""
     results_at_end: list[tuple[object, ...]] = field(default_factory=list)
     """The same outputs, looked at again behind the last step."""
     state: dict[str, object] = field(default_factory=dict)
@@ -181,10 +179,14 @@ def live_requests(host: ToyHost) -> dict[str, LiveRequest]:
 
 
 def _values(output: RunnerOutput) -> tuple[object, ...]:
-    logprobs = output.logprobs
-    arrays = () if logprobs is None else (logprobs.token_ids, logprobs.values, logprobs.ranks)
+    scored = {"": output.logprobs, **output.prompt_logprobs}
     return (
         tuple(output.req_ids),
         tuple(map(tuple, output.token_ids)),
-        tuple(np.asarray(array).tobytes() for array in arrays),
+        tuple((name, _bytes(logprobs)) for name, logprobs in scored.items() if logprobs),
     )
+
+
+def _bytes(logprobs: Logprobs) -> tuple[bytes, ...]:
+    arrays = (logprobs.token_ids, logprobs.values, logprobs.ranks)
+    return tuple(array.tobytes() for array in arrays)

@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from mrv2 import RunnerConfig, Sampling
@@ -23,7 +24,7 @@ class RandomStory:
         seed: int,
         config: RunnerConfig,
         most_temperature: float = 0.0,
-        sampling: Callable[[random.Random, int], Sampling] | None = None,
+        sampling: Callable[[random.Random, RunnerConfig], Sampling] | None = None,
     ) -> None:
         self._random = random.Random(seed)
         self._config = config
@@ -74,7 +75,9 @@ class RandomStory:
                 seed=self._random.getrandbits(64),
             )
         if self._sampling is not None:
-            request.sampling = self._sampling(self._random, self._config.vocab_size)
+            request.sampling = self._sampling(self._random, self._config)
+            if request.num_computed:  # a prompt that is partly computed has no logprobs
+                request.sampling = replace(request.sampling, num_prompt_logprobs=None)
         room = self._config.max_model_len - len(request.prompt)
         self._lengths[request] = min(self._random.randint(1, 20), room)
 
@@ -106,11 +109,11 @@ class RandomStory:
         return work
 
 
-def mixed_sampling(rng: random.Random, vocab_size: int) -> Sampling:
+def mixed_sampling(rng: random.Random, config: RunnerConfig) -> Sampling:
     """Return parameters of which each asks for something one time in three."""
 
     def tokens(count: int) -> tuple[int, ...]:
-        return tuple(rng.sample(range(vocab_size), count))
+        return tuple(rng.sample(range(config.vocab_size), count))
 
     def maybe(value: object, otherwise: object) -> Any:
         return value if rng.random() < 0.33 else otherwise
@@ -130,5 +133,7 @@ def mixed_sampling(rng: random.Random, vocab_size: int) -> Sampling:
         min_tokens=maybe(rng.randint(1, 8), 0),
         stop_token_ids=tokens(3),
         num_logprobs=maybe(rng.randint(0, 5), None),
-        logprob_token_ids=None,
+        logprob_token_ids=maybe(tokens(3), None),
+        num_prompt_logprobs=maybe(rng.randint(0, 4), None),
+        thinking_budget=maybe(rng.randint(0, 6), None) if config.thinking else None,
     )

@@ -6,7 +6,7 @@ That each invariant can break is shown with the faults of `mrv2_diff.schedule_fa
 import pytest
 import torch
 
-from mrv2 import KVGroup, RunnerConfig
+from mrv2 import KVGroup, RunnerConfig, ThinkingMarkers
 from mrv2_diff.invariants import POISON_BLOCK, PoisonFreed, snapshot
 from mrv2_diff.late_play import play_late
 from mrv2_diff.toy_host import Toy
@@ -19,6 +19,7 @@ CONFIG = RunnerConfig(
     max_model_len=32,
     vocab_size=61,
     kv_groups=(KVGroup(block_size=4, max_blocks=8), KVGroup(block_size=8, max_blocks=4)),
+    thinking=ThinkingMarkers(start=(3,), end=(5, 8)),
 )
 
 

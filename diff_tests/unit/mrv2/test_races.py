@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from mrv2 import KVGroup, RunnerConfig
+from mrv2 import KVGroup, RunnerConfig, ThinkingMarkers
 from mrv2_diff.late_play import Played, play_late
 from mrv2_diff.race_lane import (
     AtRandom,
@@ -32,6 +32,7 @@ CONFIG = RunnerConfig(
     max_model_len=48,
     vocab_size=97,
     kv_groups=(KVGroup(block_size=4, max_blocks=12), KVGroup(block_size=8, max_blocks=6)),
+    thinking=ThinkingMarkers(start=(3,), end=(5, 8)),
 )
 WINDOWS = (None, 6)
 NUM_STEPS = 48
