@@ -1,5 +1,6 @@
 """Thinking budget: which token is forced, worked out by hand, at each logit's own position."""
 
+import random
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,6 +12,7 @@ from mrv2.config import ThinkingMarkers
 from mrv2.errors import ConfigError
 from mrv2.sampling.stages import PENALISING
 from mrv2.sampling.thinking_budget import ThinkingBudget
+from mrv2_diff.right_values import History, Markers, forced_by_budget
 
 Rows = Callable[..., Any]
 START, END, A, B, C = 1, 2, 5, 6, 7
@@ -199,3 +201,23 @@ def test_a_huge_budget_never_ends(stage_rows: Rows) -> None:
 def test_empty_markers_are_refused(empty: dict[str, tuple[int, ...]]) -> None:
     with pytest.raises(ConfigError, match="give a start and an end"):
         ThinkingMarkers(**empty)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_random_streams_equal_the_right_values(stage_rows: Rows, seed: int) -> None:
+    rng = random.Random(seed)
+    start = (rng.randrange(2), *rng.choices(range(3), k=rng.choice([0, 0, 1, 2])))
+    end = (2, *rng.choices(range(3), k=rng.choice([0, 0, 1, 2])))
+    budget, prompt = rng.randrange(5), rng.choices(range(4), k=rng.randint(1, 6))
+    outputs: list[int] = []
+    wanted: list[int | None] = []
+    for _ in range(50):
+        history = History(
+            prompt=tuple(prompt), outputs=outputs, markers=Markers(start=start, end=end)
+        )
+        wanted.append(forced_by_budget(budget, history))
+        # Mostly what is forced, as a sampler draws it; what was drawn instead must not derail it.
+        follows = wanted[-1] is not None and rng.random() < 0.9
+        outputs.append(wanted[-1] if follows and wanted[-1] is not None else rng.randrange(4))
+    markers = ThinkingMarkers(start=start, end=end)
+    assert forced_along(stage_rows, markers, budget, prompt, outputs)[:-1] == wanted
