@@ -116,6 +116,56 @@ def test_no_logits() -> None:
     assert result.values.shape == (0, 4)
 
 
+def test_of_equal_logits_the_lower_id_comes_first() -> None:
+    logits = torch.tensor([[2.0, 5.0, 2.0, 5.0, 2.0, -0.0, 0.0], [0.0] * 7])
+    result = gather_logprobs(logits, torch.tensor([0, 6]), 4)
+    assert result.token_ids[:, 1:].tolist() == [[1, 3, 0, 2], [0, 1, 2, 3]]
+    masked = torch.tensor([[-float("inf"), 1.0, -float("inf"), -float("inf")]])
+    assert gather_logprobs(masked, torch.tensor([1]), 3).token_ids.tolist() == [[1, 1, 0, 2]]
+
+
+def test_the_likeliest_are_the_same_however_many_are_asked_for() -> None:
+    logits = spread(3, 999).round()
+    few = gather_logprobs(logits, torch.tensor([1, 2, 3]), 20)
+    one = gather_logprobs(logits, torch.tensor([1, 2, 3]), 1)
+    assert few.token_ids[:, :2].tolist() == one.token_ids.tolist()
+    many = gather_logprobs(logits, torch.tensor([1, 2, 3]), 50)
+    assert many.values[:, :21].tolist() == few.values.tolist()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("count", [0, 5, 40])
+def test_other_dtypes_are_taken_as_float32(dtype: torch.dtype, count: int) -> None:
+    logits = spread(3, 700).to(dtype)
+    result = gather_logprobs(logits, torch.tensor([4, 5, 6]), count)
+    wanted = gather_logprobs(logits.float(), torch.tensor([4, 5, 6]), count)
+    assert result.values.tolist() == wanted.values.tolist()
+    assert result.ranks.tolist() == wanted.ranks.tolist()
+
+
+def test_logits_are_returned_as_they_are_and_ranked_as_such() -> None:
+    logits = torch.tensor([[3.0, 1.0, 3.0, -float("inf"), 0.5]])
+    result = gather_logprobs(logits, torch.tensor([2]), 3, normalises=False)
+    assert result.token_ids.tolist() == [[2, 0, 2, 1]]
+    assert result.values.tolist() == [[3.0, 3.0, 3.0, 1.0]]
+    assert result.ranks.tolist() == [2]
+    cut = gather_logprobs(logits, torch.tensor([3]), 0, normalises=False)
+    assert (cut.values.item(), cut.ranks.item()) == (-float("inf"), 5)
+    # Logits that normalising rounds to one logprob are still apart.
+    close = spread(1, 3001, scale=1e-7)
+    place = gather_logprobs(close, torch.tensor([41]), 0, normalises=False).ranks
+    assert place.item() == int((close[0] >= close[0, 41]).sum())
+
+
+def test_nan_is_a_value_of_its_own_among_logits_and_the_least_likely() -> None:
+    logits = torch.tensor([[3.0, float("nan"), 1.0, -float("inf")]])
+    result = gather_logprobs(logits, torch.tensor([1]), 4, normalises=False)
+    assert result.token_ids.tolist() == [[1, 0, 2, 3, 1]]
+    assert str(result.values.tolist()) == "[[nan, 3.0, 1.0, -inf, nan]]"
+    assert result.ranks.tolist() == [0]
+    assert gather_logprobs(logits, torch.tensor([2]), 0, normalises=False).ranks.tolist() == [2]
+
+
 class LargestOutput(TorchDispatchMode):
     """Remembers the largest float tensor that any operation made."""
 
@@ -137,8 +187,9 @@ class LargestOutput(TorchDispatchMode):
         return result
 
 
-def test_nothing_of_the_size_of_the_logits_is_made() -> None:
-    logits = spread(64, 60_000)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_nothing_of_the_size_of_the_logits_is_made(dtype: torch.dtype) -> None:
+    logits = spread(64, 60_000).to(dtype)
     with LargestOutput() as largest:
         gather_logprobs(logits, torch.zeros(64, dtype=torch.int64), 5)
     assert 0 < largest.num_elements <= logits.numel() // 10

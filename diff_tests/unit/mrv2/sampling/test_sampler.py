@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from mrv2.config import RunnerConfig
+from mrv2.config import LogprobsMode, RunnerConfig
 from mrv2.errors import ConfigError
 from mrv2.memory.transfers import Transfers
 from mrv2.plan import Arrival, Sampling
@@ -35,7 +35,10 @@ class Recorder:
 
 
 def sampler_with(
-    rows: dict[int, Sampling], trace: StepTrace | None = None, device: str = "cpu"
+    rows: dict[int, Sampling],
+    trace: StepTrace | None = None,
+    device: str = "cpu",
+    mode: LogprobsMode = "raw_logprobs",
 ) -> Sampler:
     transfers = Transfers(torch.device(device))
     config = RunnerConfig(
@@ -45,6 +48,7 @@ def sampler_with(
         max_model_len=16,
         vocab_size=VOCAB,
         kv_groups=(),
+        logprobs_mode=mode,
     )
     requests = RequestColumns(9, 16, transfers)
     sampler = Sampler(config, requests, transfers, trace or NullTrace())
@@ -122,6 +126,94 @@ def test_the_most_demanding_row_of_the_batch_decides(
     sampler = sampler_with(rows | {8: Sampling(num_logprobs=50)})
     logprobs = sampler(some_logits(2), view([0, 1])).logprobs
     assert (logprobs and logprobs.values.shape[1]) == width
+
+
+def test_each_row_gets_its_own_list_or_its_likeliest() -> None:
+    rows = {
+        0: Sampling(num_logprobs=4),
+        1: Sampling(logprob_token_ids=(7, 100, 0, 7, 3, 2)),
+        2: Sampling(logprob_token_ids=(50,), num_logprobs=1),
+        3: Sampling(),
+        4: Sampling(num_logprobs=0, logprob_token_ids=()),
+    }
+    logits = some_logits(6)
+    raw = torch.log_softmax(logits, 1)
+    # Row 1 has two logits, as a request with drafts has.
+    output = sampler_with(rows)(logits, view([2, 1, 0, 1, 3, 4]))
+    given = output.logprobs
+    assert given is not None
+    assert given.token_ids.shape == (6, 7)
+    assert given.token_ids[:, 0].tolist() == output.token_ids.tolist()
+    listed = [7, 100, 0, 7, 3, 2]
+    assert given.token_ids[0, 1:].tolist() == [50, 0, 0, 0, 0, 0]
+    assert given.token_ids[[1, 3], 1:].tolist() == [listed, listed]
+    assert given.token_ids[2, 1:5].tolist() == raw[2].topk(4).indices.tolist()
+    assert given.values[0, 1:].tolist() == [raw[0, 50].item(), *[-float("inf")] * 5]
+    for row in (1, 3):
+        assert given.values[row, 1:].tolist() == raw[row, listed].tolist()
+    assert given.values[2, 1:5].tolist() == raw[2].topk(4).values.tolist()
+    assert given.values[:, 5:][[0, 2, 4, 5]].tolist() == [[-float("inf")] * 2] * 4
+    assert given.ranks.tolist() == [1] * 6
+
+
+def test_a_row_forgets_its_list() -> None:
+    sampler = sampler_with({0: Sampling(logprob_token_ids=(5, 6))})
+    sampler.evict(0)
+    sampler.admit(0, arrival(Sampling(num_logprobs=1)))
+    sampler.flush()
+    given = sampler(some_logits(1), view([0])).logprobs
+    assert given is not None
+    assert given.token_ids.tolist() == [[some_logits(1).argmax().item()] * 2]
+
+
+@pytest.mark.parametrize("token_id", [-1, VOCAB])
+def test_a_listed_token_outside_the_vocabulary_is_refused(token_id: int) -> None:
+    with pytest.raises(ConfigError, match=rf"logprob_token_ids has \[{token_id}\]"):
+        sampler_with({0: Sampling(logprob_token_ids=(3, token_id))})
+
+
+@pytest.mark.parametrize(
+    "mode", ["raw_logprobs", "raw_logits", "processed_logprobs", "processed_logits"]
+)
+def test_every_mode_is_of_the_logits_that_it_names(mode: LogprobsMode) -> None:
+    rows = {
+        0: Sampling(temperature=0.5, seed=3, num_logprobs=3, logit_bias={7: 9.0}),
+        1: Sampling(num_logprobs=3, logit_bias={9: 11.0}),
+        2: Sampling(temperature=2.0, seed=5, num_logprobs=0, top_k=4),
+    }
+    logits = some_logits(3)
+    biased = logits.clone()
+    biased[0, 7] += 9.0
+    biased[1, 9] += 11.0
+    divided = biased / torch.tensor([[0.5], [1.0], [2.0]])
+    cut = divided[2] < divided[2].topk(4).values[-1]
+    divided[2, cut] = -float("inf")
+    source = divided if mode.startswith("processed") else logits.clone()
+    wanted = source if mode.endswith("logits") else torch.log_softmax(source, 1)
+    output = sampler_with(rows, mode=mode)(logits, view([0, 1, 2]))
+    assert output.logprobs is not None
+    ids = output.logprobs.token_ids.long()
+    assert ids[:, 0].tolist() == output.token_ids.tolist()
+    assert torch.allclose(output.logprobs.values, wanted.gather(1, ids), atol=1e-6)
+    assert ids[:2, 1:].tolist() == source[:2].topk(3).indices.tolist()
+    drawn = wanted.gather(1, ids[:, :1])
+    assert output.logprobs.ranks.tolist() == (wanted >= drawn).sum(1).tolist()
+
+
+def test_processed_and_raw_differ_by_the_temperature() -> None:
+    """Temperature 2 halves the differences of logprobs: a ratio of likelihoods is its root."""
+    logits = some_logits(1)
+    raw, processed = (
+        sampler_with({0: Sampling(temperature=2.0, seed=1, num_logprobs=-1)}, mode=mode)(
+            logits.clone(), view([0])
+        ).logprobs
+        for mode in ("raw_logprobs", "processed_logprobs")
+    )
+    assert raw is not None
+    assert processed is not None
+    assert raw.token_ids.tolist() == processed.token_ids.tolist()
+    apart = raw.values[:, 1:].diff(), processed.values[:, 1:].diff()
+    assert torch.allclose(apart[0], 2.0 * apart[1], atol=1e-5)
 
 
 def test_more_logprobs_than_tokens_are_refused() -> None:
