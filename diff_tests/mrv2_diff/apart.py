@@ -183,9 +183,12 @@ def _job(case: Case, variant: Variant, model: Path) -> Job:
     adds: list[Any] = list(case.workload())
     if any(not isinstance(event, Add) or event.step for event in adds):
         raise ValueError(f"{case.id} runs apart; its requests must all arrive at step 0")
+    engine = case.engine.arguments() | _mutable(dict(variant.engine))
+    del engine["skip_tokenizer_init"]
     return Job(
         model=str(model),
-        engine=case.engine.arguments() | _mutable(dict(variant.engine)),
+        engine=engine,
+        tokenizer=case.engine.tokenizer,
         prompts=[list(add.prompt) for add in adds],
         max_tokens=[add.max_tokens for add in adds],
         logprobs=[add.logprobs for add in adds],

@@ -35,11 +35,17 @@ class EngineSpec:
     logprobs_mode: str = "raw_logprobs"
     """What is returned as logprobs: of raw or processed logits, normalised or as they are."""
     tokenizer: bool = False
-    """Whether the engine has its tokenizer, which grammars need."""
+    """Whether the engine has its tokenizer, which grammars and thinking markers need."""
+    reasoning: tuple[str, str] | None = None
+    """Text that opens and closes a thinking section."""
 
     def arguments(self) -> dict[str, Any]:
         """Return the arguments of vLLM's `LLM`, without the model."""
+        start, end = self.reasoning or ("", "")
+        reasoning = {"reasoning_start_str": start, "reasoning_end_str": end}
         return {
+            "skip_tokenizer_init": not self.tokenizer,
+            "reasoning_config": reasoning if self.reasoning else None,
             "enforce_eager": True,
             "seed": 0,
             "dtype": self.dtype,
@@ -50,13 +56,13 @@ class EngineSpec:
             "num_gpu_blocks_override": self.num_blocks,
             "enable_prefix_caching": self.prefix_caching,
             "max_logprobs": -1,
+            "logprobs_mode": self.logprobs_mode,
             "use_tqdm_on_load": False,
         }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Add:
-            "logprobs_mode": self.logprobs_mode,
     """A request that arrives before a step."""
 
     step: int

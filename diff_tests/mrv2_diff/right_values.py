@@ -264,8 +264,10 @@ _CHANGES: tuple[Callable[[_Row, Parameters, History], None], ...] = (
 def forced_by_budget(budget: int | None, history: History) -> int | None:
     """Return the token that a thinking budget forces next; None where it forces none.
 
-    A section that the last start marker opened, and that no end marker has closed since, may hold
-    so many tokens. Then the end marker follows, token by token.
+    A section begins behind a start marker: the last one of the prompt, where no end follows it
+    there, or one of the output outside of a section. Until it has as many tokens as the budget, the
+    end marker ends it wherever the model writes it; from then on the end marker is forced, token by
+    token, and ends it. Markers lie in the prompt or in the output, not in both.
 
     Args:
         budget: Tokens of a section; None sets no bound.
@@ -274,23 +276,47 @@ def forced_by_budget(budget: int | None, history: History) -> int | None:
     markers = history.markers
     if budget is None or markers is None:
         return None
-    tokens = [*history.prompt, *history.outputs]
-    opened = _last_place(tokens, markers.start)
-    if opened is None:
-        return None
-    inside = tokens[opened + len(markers.start) :]
-    if _last_place(inside, markers.end) is not None or len(inside) < budget:
-        return None
-    given = len(inside) - budget
-    begun = inside[budget:] == list(markers.end[:given])
-    return markers.end[given] if given < len(markers.end) and begun else None
+    tokens, scanned = [*history.prompt, *history.outputs], len(history.prompt)
+    begin = _open_in_prompt(history.prompt, markers)
+    while True:
+        if begin is None:
+            opened = _first_place(tokens, markers.start, scanned, len(tokens))
+            if opened is None:
+                return None
+            begin, scanned = opened + len(markers.start), opened + 1
+        spent = max(begin + budget, len(history.prompt))
+        closed = _first_place(tokens, markers.end, scanned, min(spent, len(tokens)))
+        if closed is None:
+            closed = _first_place(tokens, markers.end, spent, len(tokens))
+        if closed is None:
+            return _next_of_end(tokens[spent:], markers.end) if len(tokens) >= spent else None
+        begin, scanned = None, closed + len(markers.end)
 
 
-def _last_place(tokens: list[int], marker: tuple[int, ...]) -> int | None:
-    for start in range(len(tokens) - len(marker), -1, -1):
-        if tuple(tokens[start : start + len(marker)]) == marker:
-            return start
-    return None
+def _open_in_prompt(prompt: tuple[int, ...], markers: Markers) -> int | None:
+    starts = _places(prompt, markers.start)
+    ends = _places(prompt, markers.end)
+    if not starts or (ends and ends[-1] > starts[-1]):
+        return None
+    return starts[-1] + len(markers.start)
+
+
+def _next_of_end(given: list[int], end: tuple[int, ...]) -> int:
+    """Return what follows as much of the end marker as the tokens given since end in."""
+    for length in range(min(len(end) - 1, len(given)), 0, -1):
+        if tuple(given[-length:]) == end[:length]:
+            return end[length]
+    return end[0]
+
+
+def _first_place(tokens: list[int], marker: tuple[int, ...], begin: int, end: int) -> int | None:
+    places = _places(tuple(tokens[begin:end]), marker)
+    return begin + places[0] if places else None
+
+
+def _places(tokens: tuple[int, ...], marker: tuple[int, ...]) -> list[int]:
+    last = len(tokens) - len(marker)
+    return [at for at in range(last + 1) if tokens[at : at + len(marker)] == marker]
 
 
 # ---------------------------------------------------------------- what cuts tokens

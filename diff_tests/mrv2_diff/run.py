@@ -165,6 +165,8 @@ class _Bench:
         outcome.tally.stopped = False
         first = len(outcome.modes) == 1
         values = right_values_of(case, outcome.effects)
+        if values is not None:
+            values.markers = engine.markers
 
         def listen(report: StepReport) -> None:
             place.step = report.number

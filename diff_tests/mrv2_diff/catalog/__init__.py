@@ -7,6 +7,8 @@ from mrv2_diff.catalog import (
     lifecycle,
     logprobs,
     sampling,
+    sampling_edges,
+    sampling_pairs,
     sampling_single,
     structured,
 )
@@ -15,6 +17,8 @@ _ALL = (
     *lifecycle.CASES,
     *sampling.CASES,
     *sampling_single.CASES,
+    *sampling_pairs.CASES,
+    *sampling_edges.CASES,
     *structured.CASES,
     *faults_of_v1.CASES,
     *logprobs.CASES,

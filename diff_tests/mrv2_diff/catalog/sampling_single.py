@@ -4,16 +4,23 @@ The engine of these cases is short of blocks and of tokens in a step. What is co
 requests is what they draw from, under the reference's tokens.
 """
 
-import random
+from dataclasses import replace
 
-from mrv2_diff.case import Case
-from mrv2_diff.catalog.workloads import STRAINED, Kind, beside_others, drawn, greedy
+from mrv2_diff.case import Case, Departure
+from mrv2_diff.catalog.workloads import (
+    END,
+    ROOMY,
+    START,
+    STRAINED,
+    Kind,
+    beside_others,
+    drawn,
+    greedy,
+    some_tokens,
+)
+from mrv2_diff.verdict import Verdict
 
 _EXPECTS = frozenset({"preemptions", "resumes", "chunks"})
-
-
-def _some_tokens(seed: int, count: int) -> tuple[int, ...]:
-    return tuple(sorted(random.Random(seed).sample(range(331), count)))
 
 
 def _case(name: str, feature: str, title: str, number: int, users: tuple[Kind, ...]) -> Case:
@@ -34,10 +41,10 @@ ALLOWED = _case(
     "A few, half and one of the vocabulary allowed",
     0,
     (
-        greedy(allowed_token_ids=_some_tokens(1, 40)),
-        drawn(allowed_token_ids=_some_tokens(2, 165)),
+        greedy(allowed_token_ids=some_tokens(1, 40)),
+        drawn(allowed_token_ids=some_tokens(2, 165)),
         greedy(allowed_token_ids=(330,)),
-        drawn(allowed_token_ids=_some_tokens(3, 7)),
+        drawn(allowed_token_ids=some_tokens(3, 7)),
         greedy(allowed_token_ids=(7, 7, 3)),
     ),
 )
@@ -47,11 +54,11 @@ MIN_TOKENS = _case(
     "Stop tokens are masked until the least number of outputs, counted across preemptions",
     1,
     (
-        greedy(min_tokens=30, stop_token_ids=_some_tokens(4, 60)),
-        drawn(min_tokens=48, stop_token_ids=_some_tokens(5, 100)),
+        greedy(min_tokens=30, stop_token_ids=some_tokens(4, 60)),
+        drawn(min_tokens=48, stop_token_ids=some_tokens(5, 100)),
         greedy(min_tokens=48),
         drawn(min_tokens=1, stop_token_ids=(5,), ignore_eos=False),
-        greedy(min_tokens=44, stop_token_ids=_some_tokens(6, 30), ignore_eos=False),
+        greedy(min_tokens=44, stop_token_ids=some_tokens(6, 30), ignore_eos=False),
     ),
 )
 LOGIT_BIAS = _case(
@@ -60,10 +67,10 @@ LOGIT_BIAS = _case(
     "Biases of all sizes on one token, on many, on the first and the last",
     2,
     (
-        greedy(logit_bias=tuple((token, 2.5) for token in _some_tokens(7, 50))),
+        greedy(logit_bias=tuple((token, 2.5) for token in some_tokens(7, 50))),
         drawn(logit_bias=((0, 4.0), (330, -4.0), (17, 0.125))),
         greedy(logit_bias=((9, 100.0),)),
-        drawn(logit_bias=tuple((token, -100.0) for token in _some_tokens(8, 300))),
+        drawn(logit_bias=tuple((token, -100.0) for token in some_tokens(8, 300))),
         greedy(logit_bias=((3, 1.0), (4, -1.0))),
     ),
 )
@@ -112,7 +119,7 @@ BAD_WORDS = _case(
     "Words of one token, of two and of three; the longer ones begin in the outputs alone",
     6,
     (
-        greedy(bad_words=tuple((token,) for token in _some_tokens(9, 40))),
+        greedy(bad_words=tuple((token,) for token in some_tokens(9, 40))),
         drawn(bad_words=tuple((first, first * 7 % 331) for first in range(331))),
         greedy(
             bad_words=tuple(
@@ -150,6 +157,49 @@ TOP_P = _case(
     (drawn(top_p=0.9), drawn(top_p=0.3), greedy(top_p=0.5), drawn(top_p=0.999), drawn(top_p=0.6)),
 )
 
+_THINKERS = (
+    greedy(thinking_token_budget=3, logit_bias=((START, 9.0),)),
+    drawn(thinking_token_budget=0, logit_bias=((START, 4.0),)),
+    greedy(thinking_token_budget=20, allowed_token_ids=(*some_tokens(30, 30), START)),
+    drawn(thinking_token_budget=1, logit_bias=((START, 3.0),)),
+    greedy(thinking_token_budget=7, logit_bias=((START, 20.0),)),
+)
+THINKING_BUDGET = replace(
+    _case(
+        "thinking_budget",
+        "thinking budget",
+        "Sections that the output opens, with small and large budgets",
+        10,
+        _THINKERS,
+    ),
+    engine=ROOMY,
+    expects=frozenset(),
+)
+THINKING_DETOURS = replace(
+    _case(
+        "thinking_detours",
+        "thinking budget",
+        "End markers outside of sections, starts within them, and resumes",
+        11,
+        tuple(
+            Kind(
+                temperature=temperature,
+                max_tokens=70,
+                options=(
+                    ("thinking_token_budget", budget),
+                    ("allowed_token_ids", (START, *END, *some_tokens(30 + budget, 3))),
+                ),
+            )
+            for budget, temperature in zip(range(3, 11), (0.0, 1.0) * 4, strict=True)
+        ),
+    ),
+    departure=Departure(
+        value="processed_logits",
+        verdict=Verdict.REFERENCE_WRONG,
+        why="V1 miscounts sections after stray ends and resumes, decision 0014",
+    ),
+)
+
 CASES: tuple[Case, ...] = (
     ALLOWED,
     MIN_TOKENS,
@@ -161,4 +211,6 @@ CASES: tuple[Case, ...] = (
     MIN_P,
     TOP_K,
     TOP_P,
+    THINKING_BUDGET,
+    THINKING_DETOURS,
 )

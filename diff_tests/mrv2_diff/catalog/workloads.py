@@ -1,12 +1,28 @@
 """Workloads that sampling cases share: requests with a parameter beside requests without it."""
 
+import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from mrv2_diff.case import Add, EngineSpec, Event
 from mrv2_diff.catalog.prompts import TINY, prompt
+from mrv2_diff.models.tokenizer import VOCAB_SIZE
 
-STRAINED = EngineSpec(model=TINY, num_blocks=17, max_num_seqs=10, max_num_batched_tokens=48)
+ROOMY = EngineSpec(
+    model=TINY,
+    max_num_seqs=24,
+    num_blocks=200,
+    max_num_batched_tokens=512,
+    tokenizer=True,
+    reasoning=("{", "}."),
+)
+"""Enough blocks that nothing is preempted, and enough tokens in a step that no prompt is cut."""
+START = 90
+"""Token of `{`, which opens a thinking section."""
+END = (92, 13)
+"""Tokens of the marker that closes one."""
+
+STRAINED = replace(ROOMY, num_blocks=17, max_num_seqs=10, max_num_batched_tokens=48)
 """16 usable blocks for requests of up to 5 each, and a budget below most prompts: requests are cut
 into chunks, preempted and resumed. None may have a seed: V1 on a CPU fails on a seeded request
 whose prompt is cut."""
@@ -26,6 +42,11 @@ class Kind:
 
 _OTHERS = (Kind(), Kind(temperature=0.9))
 """Requests that use nothing, one greedy and one random."""
+
+
+def some_tokens(seed: int, count: int) -> tuple[int, ...]:
+    """Return so many token ids of the vocabulary, ascending, the same for the same seed."""
+    return tuple(sorted(random.Random(seed).sample(range(VOCAB_SIZE), count)))
 
 
 def drawn(**options: object) -> Kind:

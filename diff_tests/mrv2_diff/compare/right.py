@@ -163,12 +163,11 @@ def wanted_values(
         if expected is None:
             continue
         size[row], undecided[row] = expected.size, expected.undecided
-        lost = np.isneginf(processed[row]) & expected.weightless
-        processed[row, lost] = expected.values[lost]
+        undecided[row] |= np.isneginf(processed[row]) & expected.weightless
         departs = right.departure
         if departs is None:
             continue
-        if departs.value == "processed_logits" and _far(expected, processed[row]):
+        if departs.value == "processed_logits" and _departs(expected, processed[row]):
             processed[row], tokens[row] = expected.values, int(expected.values.argmax())
             departed.append(row)
         if row in departed or (
@@ -228,11 +227,15 @@ def _far(expected: Processed, given: FloatArray, bound: float = BOUND) -> bool:
     """Say whether a row of processed logits is another than the right one."""
     given = excused(expected.undecided, expected.values, given)
     cut = np.isneginf(expected.values) != np.isneginf(given)
+    spacing = np.spacing(expected.size.astype(np.float32))
     with np.errstate(invalid="ignore"):
-        apart = np.abs(expected.values - given) > bound * np.spacing(
-            expected.size.astype(np.float32)
-        )
+        apart = np.abs(expected.values - given) > bound * spacing
     return bool((cut | apart).any())
+
+
+def _departs(expected: Processed, given: FloatArray) -> bool:
+    """Say whether the reference's row is wrong: it may cut what nobody draws."""
+    return _far(expected, excused(expected.weightless, expected.values, given))
 
 
 def _logprob_faults(right: RightRows, req_id: str, observation: Observation, row: int) -> list[str]:

@@ -199,6 +199,7 @@ def _compare_draws(
     theirs = candidate.processed_logits.numpy()[rows].astype(np.float64)
     if theirs.shape == wanted.processed.shape:
         theirs = excused(wanted.undecided, wanted.processed, theirs)
+        theirs[wanted.departed] = wanted.processed[wanted.departed]  # held against right ones alone
     tally.close("processed_logits", place, owners, wanted.processed, theirs, wanted.size)
     greedy = np.array(
         [index for index, owner in enumerate(owners) if owner in expected.greedy], dtype=np.int64
@@ -305,7 +306,6 @@ def _compare_logprobs(
         tally.exact("ranks", place, [owner], np.array([rank]), np.array([given]))
 
 
-def _rounds_to(
 def _values(observation: Observation, mode: str) -> npt.NDArray[np.float32]:
     """Return what a mode takes for logprobs, [num_draws, vocab_size]."""
     of_processed = mode.startswith("processed")
@@ -316,6 +316,7 @@ def _values(observation: Observation, mode: str) -> npt.NDArray[np.float32]:
     return values
 
 
+def _rounds_to(
     tally: Tally, normalised: npt.NDArray[np.float32], token: int, rank: int, scale: FloatArray
 ) -> bool:
     """Say whether rounding within the bound can give a token this rank.

@@ -18,6 +18,7 @@ from vllm.sampling_params import StructuredOutputsParams  # noqa: E402
 
 from mrv2_diff.case import Abort, Add, EngineSpec, Event  # noqa: E402
 from mrv2_diff.lockstep.worker import LockstepWorker, Pass  # noqa: E402
+from mrv2_diff.right_values import Markers  # noqa: E402
 
 THREADS = 1
 """Of torch, unless OMP_NUM_THREADS says otherwise. A tiny model's operations are too small for two
@@ -43,7 +44,6 @@ class LockstepEngine:
             torch.set_num_threads(THREADS)
         self._llm: Any = LLM(
             model=str(model),
-            skip_tokenizer_init=not spec.tokenizer,
             **spec.arguments(),
             worker_cls=f"{LockstepWorker.__module__}.{LockstepWorker.__qualname__}",
         )
@@ -53,6 +53,8 @@ class LockstepEngine:
         self.dtype = str(self._engine.vllm_config.model_config.dtype).removeprefix("torch.")
         """Of the model, by torch's name."""
         self.logprobs_mode = spec.logprobs_mode
+        self.markers = _markers(self._engine.vllm_config.reasoning_config)
+        """Of thinking sections."""
         self.vocab_size: int = self._engine.vllm_config.model_config.get_vocab_size()
 
     def run(self, events: tuple[Event, ...], settings: Pass) -> None:
@@ -131,6 +133,13 @@ class LockstepEngine:
 def _plain(value: object) -> Any:
     """Return an option's value as vLLM takes it: tuples are lists."""
     return [_plain(item) for item in value] if isinstance(value, tuple) else value
+
+
+def _markers(reasoning: Any) -> Markers | None:
+    if reasoning is None:
+        return None
+    start, end = reasoning.reasoning_start_token_ids, reasoning.reasoning_end_token_ids
+    return Markers(start=tuple(start), end=tuple(end))
 
 
 @contextmanager

@@ -1,0 +1,95 @@
+"""Parameters together: every pair of values of any two of them in some request."""
+
+import random
+from collections.abc import Sequence
+
+from mrv2_diff.case import Add, Case, Event
+from mrv2_diff.catalog.prompts import prompt
+from mrv2_diff.catalog.workloads import ROOMY, START, STRAINED, some_tokens
+from mrv2_diff.pairwise import all_pairs
+
+FACTORS: dict[str, tuple[object, ...]] = {
+    "temperature": (1.0, 0.0, 0.7, 1.6),
+    "top_k": (0, 5, 60),
+    "top_p": (1.0, 0.9, 0.4),
+    "min_p": (0.0, 0.05, 0.3),
+    "presence_penalty": (0.0, 1.2, -0.8),
+    "frequency_penalty": (0.0, 0.6, -0.4),
+    "repetition_penalty": (1.0, 1.3, 0.8),
+    "logit_bias": (
+        (),
+        tuple((token, 1.5) for token in some_tokens(20, 60)),
+        ((7, 100.0), (8, -100.0), (9, 2.0)),
+    ),
+    "allowed_token_ids": (None, some_tokens(21, 120), some_tokens(22, 20)),
+    "bad_words": (
+        (),
+        tuple((token,) for token in some_tokens(23, 80)),
+        tuple((first, first * 3 % 331) for first in range(331)),
+    ),
+    "min_tokens": (0, 14),
+    "stop_token_ids": ((), some_tokens(24, 25)),
+    "thinking_token_budget": (None, 0, 6),
+    "logprobs": (None, 0, 4),
+}
+"""Values by parameter, the neutral one first but for temperature, which is never left out."""
+
+ROWS = all_pairs(FACTORS)
+RESUMED = {name: values for name, values in FACTORS.items() if name != "thinking_token_budget"}
+"""V1 forces other tokens once a request with a thinking budget was resumed; a case shows that."""
+
+
+def _options(row: dict[str, object]) -> tuple[tuple[str, object], ...]:
+    fields = ("temperature", "logprobs")
+    return tuple(
+        (name, value)
+        for name, value in row.items()
+        if name not in fields and value not in ((), None)
+    )
+
+
+def _pairs(
+    rows: Sequence[dict[str, object]], first_prompt: int, max_tokens: int
+) -> tuple[Event, ...]:
+    """Return a request for each row, some of them in the middle of a thinking section."""
+    source = random.Random(first_prompt)
+    events = []
+    for index, row in enumerate(rows):
+        temperature, logprobs = row["temperature"], row["logprobs"]
+        assert isinstance(temperature, float)
+        assert logprobs is None or isinstance(logprobs, int)
+        thinking = (START,) if index % 3 else ()
+        begin = prompt(first_prompt + index, source.randrange(8, 90))
+        events.append(
+            Add(
+                step=index // 3,
+                req_id=f"pairs-{first_prompt}-{index}",
+                prompt=(*begin, *thinking, *prompt(first_prompt + 500 + index, index % 4)),
+                max_tokens=max_tokens,
+                temperature=temperature,
+                logprobs=logprobs,
+                options=_options(row),
+            )
+        )
+    return tuple(events)
+
+
+CASES = (
+    Case(
+        id="sampling.pairs",
+        area="sampling",
+        feature="parameters together",
+        title="Every pair of values of any two parameters",
+        engine=ROOMY,
+        workload=lambda: _pairs(ROWS, 2000, 30),
+    ),
+    Case(
+        id="sampling.pairs_strained",
+        area="sampling",
+        feature="parameters together",
+        title="The same, cut into chunks, preempted and resumed",
+        engine=STRAINED,
+        workload=lambda: _pairs(all_pairs(RESUMED), 2100, 40),
+        expects=frozenset({"preemptions", "resumes", "chunks"}),
+    ),
+)
