@@ -5,7 +5,7 @@ split is read once, in any float dtype, and summarised; a second op merges a row
 Nothing of the size of the logits is made.
 
 Tokens are in one total order: larger logits first, the lower id first among equal ones. NaN counts
-as the largest, and -0 equals 0. A token and its place in the order are one int64, so that the
+as the smallest, and -0 equals 0. A token and its place in the order are one int64, so that the
 largest word is the likeliest token.
 """
 
@@ -17,17 +17,25 @@ from torch import Tensor
 from mrv2.ops.launch import Launch
 from mrv2.ops.twin import INTERPRETED, TwinOp
 
-LANES = 2048
-TILES = 8
-SPLIT = LANES * TILES
-"""Tokens that a program of `summarize_logits` takes: tiles of lanes, one after the other."""
+GROUPS = 512
+WIDTH = 4
+CHUNK = GROUPS * WIDTH
+"""Tokens that a program of `summarize_logits` takes at a time: groups of neighbours. The fastest of
+256 to 1024 groups of 4 to 16 with 2 to 8 warps, for 5 of the likeliest in 256 rows of 151,936 on an
+H200, 2026-11-29: `gather_logprobs` takes 63 us of bfloat16 and 111 us of float32."""
+MAX_CHUNKS = 128
+"""Chunks that a split can have, one after the other."""
+_ENOUGH_PROGRAMS = 1056
+"""Programs that keep an H200 busy; with more, the likeliest are sought in too many places."""
+_SPLITS = (8, 128)
+"""Splits that `merge_summaries` is compiled for; each other number would be compiled anew."""
 MAX_TOP = 32
 """Likeliest tokens that a program finds one by one. For more of them, sorting is faster."""
-_NUM_WARPS = 8
+_NUM_WARPS = 4
 _LEAST = tl.constexpr(-3.4028234663852886e38)
 """The lowest finite float32."""
-_NO_KEY = tl.constexpr(-0x80000000)
-"""Below the key of every logit."""
+_NAN_KEY = tl.constexpr(-0x7FFFFFFF)
+"""Below the key of every other logit."""
 _NOBODY = tl.constexpr(-0x8000000000000000)
 """The word where there is no further token."""
 _ID = tl.constexpr(0x7FFFFFFF)
@@ -41,14 +49,19 @@ def split_size(logits: Tensor) -> int:
 
     The reference takes a row as a whole: its log-sum is then that of `torch.log_softmax`.
     """
-    return SPLIT if INTERPRETED or logits.is_cuda else logits.shape[1]
+    num_logits, vocab_size = logits.shape
+    if not (INTERPRETED or logits.is_cuda):
+        return vocab_size
+    num_chunks = triton.cdiv(vocab_size, CHUNK)
+    num_splits = min(num_chunks, triton.cdiv(_ENOUGH_PROGRAMS, max(num_logits, 1)))
+    return CHUNK * min(triton.cdiv(num_chunks, num_splits), MAX_CHUNKS)
 
 
 @triton.jit
 def _key(logit: tl.tensor) -> tl.tensor:
-    # An int32 in the order of the floats: -0 equals 0, and NaN is the largest.
+    # An int32 in the order of the floats: -0 equals 0, and NaN is the smallest.
     bits = tl.where(logit == 0.0, 0.0, logit).to(tl.int32, bitcast=True)
-    return tl.where(logit != logit, 0x7FFFFFFF, bits ^ ((bits >> 31) & 0x7FFFFFFF))
+    return tl.where(logit != logit, _NAN_KEY, bits ^ ((bits >> 31) & 0x7FFFFFFF))
 
 
 @triton.jit
@@ -60,13 +73,13 @@ def _word(key: tl.tensor, token_ids: tl.tensor, mask: tl.tensor) -> tl.tensor:
 def _words(logits: Tensor, token_ids: Tensor) -> Tensor:
     """Return int64 words in the order of the tokens; of float32 logits and int64 ids, any shape."""
     bits = torch.where(logits == 0.0, 0.0, logits).view(torch.int32)
-    key = torch.where(logits.isnan(), 0x7FFFFFFF, bits ^ ((bits >> 31) & 0x7FFFFFFF))
+    key = torch.where(logits.isnan(), _NAN_KEY.value, bits ^ ((bits >> 31) & 0x7FFFFFFF))
     words: Tensor = (key.long() << 32) | (token_ids ^ _ID.value)
     return words
 
 
 @triton.jit
-def _summarize_kernel(  # noqa: PLR0913 - a kernel takes its pointers one by one
+def _summarize_kernel(  # noqa: PLR0913, PLR0915 - pointers one by one; one pass finds all
     edges_ptr: tl.tensor,
     log_sums_ptr: tl.tensor,
     words_ptr: tl.tensor,
@@ -74,54 +87,74 @@ def _summarize_kernel(  # noqa: PLR0913 - a kernel takes its pointers one by one
     logits_stride: tl.tensor,
     token_ids_ptr: tl.tensor,
     num_top: tl.tensor,
+    num_chunks: tl.tensor,
     vocab_size: tl.tensor,
-    LANES: tl.constexpr,
-    TILES: tl.constexpr,
+    GROUPS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    MAX_CHUNKS: tl.constexpr,
 ) -> None:
     logit_idx = tl.program_id(0).to(tl.int64)
-    begin = tl.program_id(1) * (LANES * TILES)
+    begin = tl.program_id(1) * num_chunks * (GROUPS * WIDTH)
     cell = logit_idx * tl.num_programs(1) + tl.program_id(1)
     logits_ptr += logit_idx * logits_stride
     token = tl.load(logits_ptr + tl.load(token_ids_ptr + logit_idx)).to(tl.float32)
-    lane, tiles = tl.arange(0, LANES), tl.arange(0, TILES)
-    best = tl.full((LANES,), _NO_KEY, tl.int32)
-    best_id = begin + lane
-    peak = tl.full((LANES,), _LEAST, tl.float32)
-    total = tl.zeros((LANES,), tl.float32)
-    count = tl.zeros((LANES,), tl.int32)
-    below = tl.full((LANES,), float("-inf"), tl.float32)
-    for tile in tl.static_range(TILES):
-        token_ids = begin + tile * LANES + lane
-        mask = token_ids < vocab_size
-        logit = tl.load(logits_ptr + token_ids, mask=mask, other=float("-inf")).to(tl.float32)
+    group = tl.arange(0, GROUPS)
+    within = tl.arange(0, WIDTH)[None, :]
+    # A lane is a place in every chunk; it remembers its largest logit, and where it was first.
+    best = tl.full((GROUPS,), float("-inf"), tl.float32)
+    best_chunk = tl.full((GROUPS,), -1, tl.int32)
+    peak = tl.full((GROUPS,), _LEAST, tl.float32)
+    total = tl.zeros((GROUPS,), tl.float32)
+    count = tl.zeros((GROUPS, WIDTH), tl.int32)
+    below = tl.full((GROUPS, WIDTH), float("-inf"), tl.float32)
+    for chunk in range(num_chunks):
+        ids = begin + chunk * (GROUPS * WIDTH) + group[:, None] * WIDTH + within
+        mask = ids < vocab_size
+        logit = tl.load(logits_ptr + ids, mask=mask, other=float("-inf")).to(tl.float32)
         count += (mask & (logit >= token)).to(tl.int32)
-        below = tl.where((logit < token) & (logit > below), logit, below)
-        # One exponential serves both cases: the old total fades, or the logit counts less than 1.
-        fade = tl.exp(-tl.abs(logit - peak))
-        total = tl.where(logit > peak, total * fade + 1.0, total + fade)
-        peak = tl.where(logit > peak, logit, peak)
-        key = tl.where(mask, _key(logit), _NO_KEY)
-        best_id = tl.where(key > best, token_ids, best_id)
-        best = tl.maximum(key, best)
-    largest = tl.max(peak, axis=0)
-    total = tl.sum(total * tl.exp(peak - largest), axis=0)
-    tl.store(edges_ptr + cell * 2, largest)
-    tl.store(edges_ptr + cell * 2 + 1, tl.max(below, axis=0))
+        below = tl.maximum(below, tl.where(logit < token, logit, float("-inf")))
+        largest = tl.max(logit, axis=1)
+        # The first one that is no NaN is better than none, even if it is -inf.
+        first = (
+            (best_chunk < 0)
+            & (largest == largest)
+            & (begin + chunk * (GROUPS * WIDTH) + group * WIDTH < vocab_size)
+        )
+        best_chunk = tl.where(first | (largest > best), chunk, best_chunk)
+        best = tl.maximum(best, largest)
+        higher = tl.maximum(peak, largest)
+        total *= tl.exp(peak - higher)
+        total += tl.sum(tl.exp(logit - higher[:, None]), axis=1)
+        peak = higher
+    highest = tl.max(peak, axis=0)
+    total = tl.sum(total * tl.exp(peak - highest), axis=0)
+    tl.store(edges_ptr + cell * 2, highest)
+    tl.store(edges_ptr + cell * 2 + 1, tl.max(tl.max(below, axis=1), axis=0))
     tl.store(log_sums_ptr + cell, tl.log(total))
     words_ptr += cell * (1 + num_top)
-    tl.store(words_ptr, tl.sum(count, axis=0).to(tl.int64))
-    # Each lane stands for its best token. The winner's lane is read again for its next one.
-    word = _word(best, best_id, best != _NO_KEY)
-    for place in range(num_top):
-        winner = tl.max(word, axis=0)
-        tl.store(words_ptr + 1 + place, winner)
-        won = (((winner & _ID) ^ _ID).to(tl.int32) - begin) % LANES
-        rivals = begin + tiles * LANES + won
-        inside = rivals < vocab_size
-        value = tl.load(logits_ptr + rivals, mask=inside, other=0.0).to(tl.float32)
-        others = _word(_key(value), rivals, inside)
-        following = tl.max(tl.where(others < winner, others, _NOBODY), axis=0)
-        word = tl.where(lane == won, following, word)
+    tl.store(words_ptr, tl.sum(tl.sum(count, axis=1), axis=0).to(tl.int64))
+    if num_top > 0:
+        # Each lane stands for its best token; the winner's lane is read again for its next one.
+        ids = (
+            begin
+            + tl.maximum(best_chunk, 0)[:, None] * (GROUPS * WIDTH)
+            + group[:, None] * WIDTH
+            + within
+        )
+        mask = ids < vocab_size
+        logit = tl.load(logits_ptr + ids, mask=mask, other=0.0).to(tl.float32)
+        lane = tl.max(_word(_key(logit), ids, mask), axis=1)
+        chunk_of = tl.arange(0, MAX_CHUNKS)[:, None]
+        for place in range(num_top):
+            winner = tl.max(lane, axis=0)
+            tl.store(words_ptr + 1 + place, winner)
+            won = ((((winner & _ID) ^ _ID).to(tl.int32) - begin) // WIDTH) % GROUPS
+            rivals = begin + chunk_of * (GROUPS * WIDTH) + won * WIDTH + within
+            inside = (chunk_of < num_chunks) & (rivals < vocab_size)
+            value = tl.load(logits_ptr + rivals, mask=inside, other=0.0).to(tl.float32)
+            others = _word(_key(value), rivals, inside)
+            following = tl.max(tl.max(tl.where(others < winner, others, _NOBODY), axis=1), axis=0)
+            lane = tl.where(group == won, following, lane)
 
 
 def _summarize_launch(
@@ -133,11 +166,14 @@ def _summarize_launch(
     split_size: int,
 ) -> Launch:
     parts = (edges, log_sums, words)
-    num_top, vocab_size = words.shape[2] - 1, logits.shape[1]
-    args = (*parts, logits, logits.stride(0), token_ids, num_top, vocab_size)
-    lanes = min(LANES, split_size)
-    constexprs = {"LANES": lanes, "TILES": split_size // lanes}
-    return Launch(_summarize_kernel, tuple(log_sums.shape), args, constexprs, num_warps=_NUM_WARPS)
+    sizes = (words.shape[2] - 1, split_size // CHUNK, logits.shape[1])
+    return Launch(
+        _summarize_kernel,
+        tuple(log_sums.shape),
+        (*parts, logits, logits.stride(0), token_ids, *sizes),
+        {"GROUPS": GROUPS, "WIDTH": WIDTH, "MAX_CHUNKS": MAX_CHUNKS},
+        num_warps=_NUM_WARPS,
+    )
 
 
 def _summarize_reference(
@@ -161,17 +197,14 @@ def _summarize_reference(
             lowest where there are no more.
         logits: [num_logits, vocab_size], any float dtype; taken as float32. Rows may be strided.
         token_ids: [num_logits] int32 or int64. One token of each row.
-        split_size: Tokens in a split; a power of 2 for the kernel.
+        split_size: Tokens in a split; for the kernel a multiple of `CHUNK`, at most `MAX_CHUNKS`.
     """
     ids = token_ids.long().unsqueeze(1)
     for rows in row_chunks(logits):
         whole = logits[rows].float()
         token = whole.gather(1, ids[rows])
         for split, part in enumerate(whole.split(split_size, dim=1)):
-            largest = part.amax(dim=1)
-            largest = torch.where(
-                largest.isnan(), part.nan_to_num(nan=-torch.inf, posinf=torch.inf).amax(1), largest
-            )
+            largest = part.nan_to_num(-torch.inf, torch.inf, -torch.inf).amax(dim=1)
             # The largest logprob is (peak - peak) - log_sum, exactly.
             log_sum = -torch.log_softmax(part, dim=1).amax(dim=1)
             nothing = (part == -torch.inf).all(dim=1)
@@ -193,9 +226,9 @@ def _top_words(logits: Tensor, first_id: int, num_top: int) -> Tensor:
     """
     num_logits, num_tokens = logits.shape
     found = min(num_top, num_tokens)
-    least = torch.topk(logits, found, dim=1).values[:, -1:]
+    least = torch.topk(logits.nan_to_num(-torch.inf, torch.inf, -torch.inf), found, dim=1)
     # What ties with the last one is a candidate, too: only the words tell who comes first.
-    rows, columns = (~(logits < least)).nonzero(as_tuple=True)
+    rows, columns = (~(logits < least.values[:, -1:])).nonzero(as_tuple=True)
     words = _words(logits[rows, columns], columns + first_id)
     order = words.argsort(descending=True)
     order = order[rows[order].argsort(stable=True)]
@@ -275,8 +308,9 @@ def _merge_launch(
     parts = (split_edges, split_log_sums, split_words)
     sizes = (token_ids.shape[1], num_splits, width - 1)
     args = (token_ids, edges, log_sum, count, given_ids, *parts, *sizes)
-    # One constant for every number of likeliest tokens: another one is compiled anew.
-    constexprs = {"SPLITS": triton.next_power_of_2(num_splits), "MOST": MAX_TOP}
+    fitting = [splits for splits in _SPLITS if num_splits <= splits]
+    splits = fitting[0] if fitting else triton.next_power_of_2(num_splits)
+    constexprs = {"SPLITS": splits, "MOST": MAX_TOP}
     return Launch(_merge_kernel, (num_logits,), args, constexprs)
 
 

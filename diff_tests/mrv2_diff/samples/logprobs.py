@@ -7,7 +7,14 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from mrv2.sampling.likeliest import LANES, MAX_TOP, SPLIT, merge_summaries, summarize_logits
+from mrv2.sampling.likeliest import (
+    CHUNK,
+    MAX_CHUNKS,
+    MAX_TOP,
+    WIDTH,
+    merge_summaries,
+    summarize_logits,
+)
 from mrv2.sampling.logprobs import BLOCK
 from mrv2_diff.samples.sample import (
     Bound,
@@ -36,25 +43,40 @@ _MERGED_LOG_SUM = Bound(
 
 def _logits(generator: torch.Generator) -> Iterator[tuple[str, Tensor]]:
     """Logits of sizes around what a program takes, special values, ties, and other dtypes."""
-    for vocab_size in {*sizes_around(LANES, 4099), *sizes_around(SPLIT, 2 * SPLIT + 1579)}:
+    for vocab_size in (*sizes_around(CHUNK, 2 * CHUNK + 1579), 3 * CHUNK):
         yield f"vocabulary of {vocab_size}", normal_logits(2, vocab_size, generator)
     yield from (case for case in logits_cases(generator) if not case[0].startswith("vocab"))
-    levels = normal_logits(3, SPLIT + 3, generator).round()
+    levels = normal_logits(3, 3 * CHUNK + 3, generator).round()
     yield "few distinct logits", levels
     yield "the likeliest in one lane", _in_one_lane(levels)
     yield "too close to tell", normal_logits(7, BLOCK + 3, generator) * 1e-7
+    yield "NaN beside -inf", _nan_beside_nothing(3 * CHUNK - 9)
     yield "far below 0", torch.full((2, 99), -1e30)
     yield "wide", normal_logits(3, 4999, generator) * 30
     for dtype in (torch.bfloat16, torch.float16):
-        half = normal_logits(3, SPLIT + 5, generator).to(dtype)
+        half = normal_logits(3, CHUNK + 5, generator).to(dtype)
         yield str(dtype), strided(half, gap=3)
 
 
+def _nan_beside_nothing(vocab_size: int) -> Tensor:
+    """Rows of NaN and -inf alone: whole chunks of the one before chunks of the other."""
+    logits = torch.full((4, vocab_size), -torch.inf)
+    logits[0, :CHUNK] = torch.nan
+    logits[1, CHUNK:] = torch.nan
+    logits[2] = torch.nan
+    logits[2, 7::5] = -torch.inf
+    logits[3, : 2 * CHUNK + 17] = torch.nan
+    logits[3, -1] = 3.0
+    return logits
+
+
 def _in_one_lane(logits: Tensor) -> Tensor:
-    """Logits whose largest ones lie where one lane reads, and in two splits."""
+    """Logits whose largest ones lie where one lane reads, chunk by chunk, and beside it."""
     logits = logits.clone()
-    logits[:, 5::LANES] += 40.0
-    logits[:, SPLIT + 1] = 41.0
+    for chunk in range(3):
+        first = chunk * CHUNK + 5 * WIDTH
+        logits[:, first : first + WIDTH] += 40.0
+    logits[:, CHUNK + 1] = 41.0
     return logits
 
 
@@ -70,13 +92,16 @@ def _summarize_logits(generator: torch.Generator) -> Iterator[Sample]:
     for name, logits in _logits(generator):
         num_logits, vocab_size = logits.shape
         top = int(integers(0, 8, (1,), torch.int64, generator))
-        for split_size, num_top in ((SPLIT, top), (LANES // 2, MAX_TOP)):
-            if split_size < SPLIT and vocab_size > 2 * LANES:
+        for chunks, num_top in ((1, MAX_TOP), (2, top), (MAX_CHUNKS, 3)):
+            if chunks > 1 and vocab_size <= CHUNK and name != "one logit":
                 continue
+            if chunks == MAX_CHUNKS and not name.startswith(("vocabulary", "NaN", "few")):
+                continue
+            split_size = chunks * CHUNK
             num_splits = -(-vocab_size // split_size)
             token_ids = _tokens(logits, generator)
             yield Sample(
-                name=f"{name}, {num_top} of {split_size}",
+                name=f"{name}, {num_top} of {chunks} chunks",
                 arguments={
                     "edges": sentinels(num_logits, num_splits, 2, dtype=torch.float32),
                     "log_sums": sentinels(num_logits, num_splits, dtype=torch.float32),
