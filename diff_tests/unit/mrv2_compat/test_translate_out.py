@@ -1,5 +1,6 @@
 """What a step's output becomes for vLLM."""
 
+import dataclasses
 from typing import Any
 
 import numpy as np
@@ -88,3 +89,17 @@ def test_a_request_that_failed_draws_nothing_and_the_others_what_they_drew() -> 
     pending: Any = Pending()
     late: Any = AsyncOutput(pending, {"c": "it raised"}).get_output()
     assert (late.sampled_token_ids, late.failures) == ([[40], [], []], {"c": "it raised"})
+
+
+def test_prompt_logprobs_become_tensors_by_request() -> None:
+    scores = Logprobs(token_ids=IDS, values=VALUES, ranks=RANKS)
+    empty = Logprobs(token_ids=IDS[:0], values=VALUES[:0], ranks=RANKS[:0])
+    given = dataclasses.replace(output(None), prompt_logprobs={"a": scores, "c": empty})
+    result = translated(given).prompt_logprobs_dict
+    assert list(result) == ["a", "c"]
+    # vLLM's LogprobsProcessor unpacks and reads them like this.
+    token_ids, values, ranks, *_ = result["a"]
+    assert values.shape == (3, 3)
+    assert token_ids.flatten().tolist() == IDS.flatten().tolist()
+    assert (values.tolist(), ranks.tolist()) == (VALUES.tolist(), RANKS.tolist())
+    assert tuple(result["c"].logprobs.shape) == (0, 3), "a prompt of one token has no entry"

@@ -20,7 +20,7 @@ def _assert_equal(one: Observation, other: Observation) -> None:
             assert [s.tolist() for s in ours] == [s.tolist() for s in theirs]
         elif field.name == "logprobs":
             assert (ours is None) == (theirs is None)
-        elif isinstance(ours, list):
+        elif isinstance(ours, list | dict):
             assert ours == theirs, field.name
         else:
             assert ours.tolist() == theirs.tolist(), field.name
@@ -150,3 +150,11 @@ def test_a_part_without_logprobs_is_padded_too(observe: Observe) -> None:
     assert np.isnan(logprobs.values[0]).all()
     assert logprobs.ranks.tolist() == [-1, 1]
     assert merge([_only(observe(), "a"), _only(observe(), "b")]).logprobs is None
+
+
+def test_each_part_adds_the_prompt_logprobs_that_it_returned(observe: Observe) -> None:
+    step = observe(num_logprobs=2)
+    assert step.logprobs is not None
+    a, b = _only(step, "a"), _only(step, "b")
+    merged = merge([dataclasses.replace(a, prompt_logprobs={"a": step.logprobs}), b])
+    assert dict(merged.prompt_logprobs) == {"a": step.logprobs}

@@ -8,7 +8,13 @@ import numpy as np
 import pytest
 import torch
 
-from mrv2_diff.compare.steps import Expectations, compare_ledgers, compare_step
+from mrv2_diff.compare.steps import (
+    OF_PROMPTS,
+    Expectations,
+    compare_ledgers,
+    compare_prompt_logprobs,
+    compare_step,
+)
 from mrv2_diff.compare.tally import CHAIN, Place, Tally
 from mrv2_diff.observation import Observation, ObservedLogprobs
 from mrv2_diff.verdict import Divergence
@@ -487,3 +493,59 @@ def test_a_token_outside_the_vocabulary_is_wrong(
     first = _first(_compare(reference, candidate, expected))
     assert first.value == "tokens"
     assert str(outside) in first.candidate
+
+
+# Prompt logprobs.
+
+PROMPT = ObservedLogprobs(
+    token_ids=np.array([[5, 1, 2], [3, 3, 0], [0, 4, 1]]),
+    values=np.array([[-4, -1, -2], [-0.5, -0.5, -3], [-6, -1.25, -1.5]], dtype=np.float32),
+    ranks=np.array([4, 1, 6]),
+)
+
+
+def _of_prompts(candidate: dict[str, ObservedLogprobs]) -> Tally:
+    tally = Tally({OF_PROMPTS: BOUND})
+    compare_prompt_logprobs(tally, FORCED, {"a": PROMPT}, candidate)
+    return tally
+
+
+def test_equal_prompt_logprobs_agree() -> None:
+    tally = _of_prompts({"a": PROMPT})
+    assert tally.first is None
+    assert tally.totals[OF_PROMPTS].compared == 9 + 9 + 3
+
+
+def test_the_order_of_tokens_that_are_as_good_as_equal_is_open() -> None:
+    values = _changed(PROMPT.values, (2, 2), PROMPT.values[2, 1])
+    swapped = dataclasses.replace(PROMPT, values=values)
+    other = dataclasses.replace(swapped, token_ids=_changed(PROMPT.token_ids, 2, [0, 1, 4]))
+    tally = Tally({OF_PROMPTS: BOUND})
+    compare_prompt_logprobs(tally, FORCED, {"a": swapped}, {"a": other})
+    assert tally.first is None
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"values": _changed(PROMPT.values, (1, 2), -3.01)},
+        {"values": _changed(PROMPT.values, (1, 0), float("nan"))},
+        {"ranks": _changed(PROMPT.ranks, 1, 2)},
+        {"token_ids": _changed(PROMPT.token_ids, (0, 0), 6)},
+        {"token_ids": _changed(PROMPT.token_ids, (0, 1), 7)},
+        {"token_ids": _changed(PROMPT.token_ids, 0, [5, 2, 1])},
+        {"token_ids": _changed(PROMPT.token_ids, (0, 2), 1)},
+    ],
+)
+def test_a_wrong_prompt_logprob_is_seen(changes: dict[str, Any]) -> None:
+    tally = _of_prompts({"a": dataclasses.replace(PROMPT, **changes)})
+    assert _first(tally).value == OF_PROMPTS
+
+
+def test_prompt_logprobs_of_another_request_or_size_are_seen() -> None:
+    assert _first(_of_prompts({})).value == OF_PROMPTS
+    assert _first(_of_prompts({"b": PROMPT})).value == OF_PROMPTS
+    short = dataclasses.replace(
+        PROMPT, token_ids=PROMPT.token_ids[1:], values=PROMPT.values[1:], ranks=PROMPT.ranks[1:]
+    )
+    assert _first(_of_prompts({"a": short})).value == OF_PROMPTS
