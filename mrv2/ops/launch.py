@@ -33,6 +33,8 @@ class Launch:
     num_warps: int = 4
     contracts: bool = True
     """Whether a product and a sum may be rounded as one. False where the reference rounds both."""
+    max_registers: int | None = None
+    """Registers that a thread may have, where fewer let more programs run side by side."""
 
     def run(self) -> None:
         """Start the kernel; an empty grid starts nothing."""
@@ -43,6 +45,7 @@ class Launch:
             **self.constexprs,
             num_warps=self.num_warps,
             enable_fp_fusion=self.contracts,
+            maxnreg=self.max_registers,
         )
 
     def signature(self) -> dict[str, str]:
@@ -79,6 +82,10 @@ class Launch:
             signature=self.signature(),
             constexprs={(names.index(name),): value for name, value in self.constexprs.items()},
         )
-        options = {"num_warps": self.num_warps, "enable_fp_fusion": self.contracts}
+        options = {
+            "num_warps": self.num_warps,
+            "enable_fp_fusion": self.contracts,
+            "maxnreg": self.max_registers,
+        }
         compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
         return bytes(compiled.asm["cubin"])

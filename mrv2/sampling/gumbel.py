@@ -26,9 +26,9 @@ from mrv2.sampling.rng import (
     reference_low_word,
 )
 
-BLOCK = 2048
+BLOCK = 256
 """Tokens that a program of `draw` takes at a time. The result does not depend on it."""
-_NUM_WARPS = 8
+_NUM_WARPS = 1
 _HIGH = tl.constexpr(2.0**-32)
 _LOW = tl.constexpr(2.0**-64)
 _LEAST = tl.constexpr(2.0**-65)
@@ -43,9 +43,11 @@ _LARGEST = tl.constexpr(3.4028234663852886e38)
 _LEAST_ORDERED = tl.constexpr(-0x7F800001)
 """-inf in the order of `_ordered`."""
 _NOTHING = tl.constexpr(-(2**63))
+_PART = 128
+"""Tokens for which a program works noise out at a time, where it must for a whole block."""
 _SPLIT_ROWS = 1024
 """Rows that programs may share."""
-_PROGRAMS = 1024
+_PROGRAMS = 4224
 """Programs that fill a device."""
 _CHUNK_ELEMENTS = 1 << 18
 """Elements in a temporary of the reference, which takes rows in chunks of about this size."""
@@ -172,6 +174,23 @@ def _bar(best: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
+def _block_of(logits_ptr: tl.tensor, token_ids: tl.tensor, vocab_size: tl.tensor) -> tl.tensor:
+    return tl.load(logits_ptr + token_ids, mask=token_ids < vocab_size, other=float("-inf"))
+
+
+@triton.jit
+def _packed(best: tl.tensor, winner: tl.tensor) -> tl.tensor:
+    # The largest score, then the lowest id, in one integer.
+    return (best.to(tl.int64) << 32) | (0x7FFFFFFF - winner).to(tl.int64)
+
+
+@triton.jit
+def _score_of(ordered: tl.tensor) -> tl.tensor:
+    # The order of the bits is its own inverse.
+    return (ordered ^ ((ordered >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def _draw_kernel(  # noqa: PLR0913, PLR0915 - a kernel takes its pointers one by one
     token_ids_ptr: tl.tensor,
     logits_ptr: tl.tensor,
@@ -186,11 +205,13 @@ def _draw_kernel(  # noqa: PLR0913, PLR0915 - a kernel takes its pointers one by
     arrived_ptr: tl.tensor,
     vocab_size: tl.tensor,
     share: tl.tensor,
-    SPLITS: tl.constexpr,
+    splits: tl.tensor,
+    PART: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
     logit_idx = tl.program_id(0).to(tl.int64)
     first_id = tl.program_id(1) * share
+    # A share is whole blocks, so masks need only the vocabulary's end, whose divisors are known.
     end_id = tl.minimum(first_id + share, vocab_size)
     row = tl.load(logit_rows_ptr + logit_idx)
     logits_ptr += logit_idx * logits_stride
@@ -202,7 +223,7 @@ def _draw_kernel(  # noqa: PLR0913, PLR0915 - a kernel takes its pointers one by
         lane_id = tl.zeros((BLOCK,), tl.int32)
         for start in range(first_id, end_id, BLOCK):
             token_ids = start + tl.arange(0, BLOCK)
-            mask = token_ids < end_id
+            mask = token_ids < vocab_size
             logit = tl.load(logits_ptr + token_ids, mask=mask, other=0.0).to(tl.float32)
             ordered = tl.where(mask, _ordered(logit), -0x80000000)
             lane_id = tl.where(ordered > lane_best, token_ids, lane_id)
@@ -219,13 +240,16 @@ def _draw_kernel(  # noqa: PLR0913, PLR0915 - a kernel takes its pointers one by
         # Below this a logit is cut off for certain, and -inf is always.
         floor = cutoff * divisor
         floor = tl.maximum(floor - (tl.abs(floor) * _ROUNDING + 1e-30), -_LARGEST)
-        best_score = float("-inf")
-        bar = _bar(best_score)
+        bar = tl.full((), float("inf"), tl.float32)
+        lanes = tl.arange(0, BLOCK)
+        following = _block_of(logits_ptr, first_id + lanes, vocab_size)
+        after = _block_of(logits_ptr, first_id + BLOCK + lanes, vocab_size)
         for start in range(first_id, end_id, BLOCK):
-            token_ids = start + tl.arange(0, BLOCK)
-            mask = token_ids < end_id
-            logit = tl.load(logits_ptr + token_ids, mask=mask, other=float("-inf"))
-            logit = logit.to(tl.float32)
+            token_ids = start + lanes
+            mask = token_ids < vocab_size
+            logit = following.to(tl.float32)
+            following = after
+            after = _block_of(logits_ptr, token_ids + 2 * BLOCK, vocab_size)
             high = device_high_word(step, origin, token_ids).to(tl.float32)
             # Noise is at most -log(v), so a token whose word is not below this cannot win.
             room = tl.exp2(logit * scale + bar)
@@ -239,38 +263,42 @@ def _draw_kernel(  # noqa: PLR0913, PLR0915 - a kernel takes its pointers one by
                 guess = tl.where(margin <= 0.0, float("-inf"), guess)
                 top = tl.max(guess, axis=0)
                 chosen = tl.min(tl.where(guess == top, token_ids, 0x7FFFFFFF), axis=0)
-                chosen = tl.minimum(chosen, end_id - 1)
+                chosen = tl.minimum(chosen, vocab_size - 1)
                 logit_of_chosen = tl.load(logits_ptr + chosen).to(tl.float32)
                 score = _noisy(logit_of_chosen, chosen, divisor, cutoff, first, second)
                 ordered = _ordered(score)
                 better = ordered > best
                 winner = tl.where(better, chosen, winner)
                 best = tl.where(better, ordered, best)
-                best_score = tl.where(better, score, best_score)
-                bar = _bar(best_score)
+                known = best
+                if splits > 1:
+                    # What has been scored elsewhere in the row counts, too.
+                    seen = tl.atomic_max(best_ptr + logit_idx, _packed(best, winner))
+                    known = tl.maximum(best, (seen >> 32).to(tl.int32))
+                bar = _bar(_score_of(known))
                 room = tl.where(logit < floor, 0.0, tl.exp2(logit * scale + bar))
-                rival = mask & ((high < room) | (room != room)) & (token_ids != chosen)
+                rival = ((high < room) | (room != room)) & (token_ids != chosen) & mask
                 if tl.max(rival.to(tl.int32), axis=0) > 0:
-                    scores = _noisy(logit, token_ids, divisor, cutoff, first, second)
-                    ordered_all = tl.where(mask, _ordered(scores), -0x80000000)
-                    ordered = tl.max(ordered_all, axis=0)
-                    chosen = tl.min(tl.where(ordered_all == ordered, token_ids, 0x7FFFFFFF), axis=0)
-                    better = (ordered > best) | ((ordered == best) & (chosen < winner))
-                    winner = tl.where(better, chosen, winner)
-                    best = tl.where(better, ordered, best)
-                    # The same float as `ordered`: the order of the bits is its own inverse.
-                    bits = ordered ^ ((ordered >> 31) & 0x7FFFFFFF)
-                    score = bits.to(tl.float32, bitcast=True)
-                    best_score = tl.where(better, score, best_score)
-                    bar = _bar(best_score)
-    if SPLITS == 1:
+                    # In small parts: this is rare, and registers are what limits the common path.
+                    for part in range(start, tl.minimum(start + BLOCK, end_id), PART):
+                        ids = part + tl.arange(0, PART)
+                        inside = ids < vocab_size
+                        some = tl.load(logits_ptr + ids, mask=inside, other=0.0)
+                        some = some.to(tl.float32)
+                        scores = _noisy(some, ids, divisor, cutoff, first, second)
+                        ordered_all = tl.where(inside, _ordered(scores), -0x80000000)
+                        ordered = tl.max(ordered_all, axis=0)
+                        chosen = tl.min(tl.where(ordered_all == ordered, ids, 0x7FFFFFFF), axis=0)
+                        better = (ordered > best) | ((ordered == best) & (chosen < winner))
+                        winner = tl.where(better, chosen, winner)
+                        best = tl.where(better, ordered, best)
+                    bar = _bar(_score_of(tl.maximum(known, best)))
+    if splits == 1:
         tl.store(token_ids_ptr + logit_idx, winner.to(tl.int64))
     else:
-        # The largest score, then the lowest id, in one integer. Who comes last writes the token
-        # and leaves the two cells as they were found.
-        packed = (best.to(tl.int64) << 32) | (0x7FFFFFFF - winner).to(tl.int64)
-        tl.atomic_max(best_ptr + logit_idx, packed)
-        if tl.atomic_add(arrived_ptr + logit_idx, 1) == SPLITS - 1:
+        # Who comes last writes the token and leaves the two cells as they were found.
+        tl.atomic_max(best_ptr + logit_idx, _packed(best, winner))
+        if tl.atomic_add(arrived_ptr + logit_idx, 1) == splits - 1:
             packed = tl.atomic_xchg(best_ptr + logit_idx, _NOTHING)
             tl.store(arrived_ptr + logit_idx, 0)
             tl.store(token_ids_ptr + logit_idx, 0x7FFFFFFF - (packed & 0x7FFFFFFF))
@@ -319,8 +347,9 @@ def _draw_launch(
         *_space(logits.device),
         vocab_size,
         share,
+        splits,
     )
-    constexprs = {"SPLITS": splits, "BLOCK": BLOCK}
+    constexprs = {"PART": _PART, "BLOCK": BLOCK}
     return Launch(_draw_kernel, (num_logits, splits), args, constexprs, num_warps=_NUM_WARPS)
 
 

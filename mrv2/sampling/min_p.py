@@ -16,9 +16,9 @@ from mrv2.plan import Arrival
 from mrv2.sampling.narrowing import Narrowing
 from mrv2.sampling.stage import LogitsView, StageResources
 
-BLOCK = 4096
+BLOCK = 8192
 """Tokens that a program takes at a time."""
-_NUM_WARPS = 8
+_NUM_WARPS = 16
 
 
 @triton.jit

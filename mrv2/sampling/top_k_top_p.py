@@ -27,18 +27,22 @@ BLOCK = 2048
 """Tokens that a program takes at a time. Each lane sets its own candidates aside."""
 SLOTS = 8
 """Candidates that a lane has room for."""
+FEW = 2048
+"""Candidates that a search is made among."""
 _NUM_WARPS = 16
+_MAX_REGISTERS = 64
+"""So that two rows share a multiprocessor."""
 _SAMPLE = 8192
 """Tokens that tell where to look."""
 _RUN = tl.constexpr(128)
 """Tokens of the sample that lie together."""
-_STEPS = tl.constexpr(12)
+_STEPS = tl.constexpr(11)
 """Halvings of the sample's range for a bound."""
-_FEW = tl.constexpr(2048.0)
-"""Candidates that the lanes have room for, with luck to spare."""
-_TOP = tl.constexpr(700.0)
+_FEW = tl.constexpr(1400.0)
+"""Candidates to aim at: a lane seldom has more than its slots, nor all lanes more than `FEW`."""
+_TOP = tl.constexpr(400.0)
 """Of the likeliest tokens, these are set aside for top-p in any case: most rows need no others."""
-_HALF = tl.constexpr(600.0)
+_HALF = tl.constexpr(500.0)
 """Tokens to set aside on each side of where the sample says that `t` is."""
 _LARGEST = tl.constexpr(3.4028234663852886e38)
 _LOG2_E = tl.constexpr(1.4426950408889634)
@@ -125,7 +129,7 @@ def _bounds(
     target: tl.tensor,
     MASS: tl.constexpr,
     SAMPLE: tl.constexpr,
-    ROOM: tl.constexpr,
+    FEW: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
     # Where to look: from `top` up, and in [low, high) below it. And a logit near the largest.
     lanes = tl.arange(0, SAMPLE)
@@ -140,7 +144,7 @@ def _bounds(
     top = floor
     low = floor
     high = floor
-    if vocab_size > ROOM:
+    if vocab_size > FEW:
         share = SAMPLE / vocab_size.to(tl.float32)
         if MASS:
             rank = _rank_by_mass(sample, least, largest, scale, target)
@@ -163,6 +167,11 @@ def _bounds(
 
 
 @triton.jit
+def _block_of(logits_ptr: tl.tensor, token_ids: tl.tensor, vocab_size: tl.tensor) -> tl.tensor:
+    return tl.load(logits_ptr + token_ids, mask=token_ids < vocab_size, other=float("-inf"))
+
+
+@triton.jit
 def _set_aside(  # noqa: PLR0913 - one pass over a row
     logits_ptr: tl.tensor,
     spare_ptr: tl.tensor,
@@ -175,22 +184,25 @@ def _set_aside(  # noqa: PLR0913 - one pass over a row
     high: tl.tensor,
     MASS: tl.constexpr,
     SLOTS: tl.constexpr,
+    FEW: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
-    # One pass: candidates into the lanes' slots; the weight of all, that from `high` up, the peak.
+    # One pass: candidates side by side behind the slots, how many or -1 if there is no room for
+    # them; the weight of all, that from `high` up, and the peak.
     lanes = tl.arange(0, BLOCK)
     count = tl.zeros((BLOCK,), tl.int32)
     total = tl.zeros((BLOCK,), tl.float32)
     above = tl.zeros((BLOCK,), tl.float32)
     peak = tl.full((BLOCK,), float("-inf"), tl.float32)
-    following = tl.load(logits_ptr + lanes, mask=lanes < vocab_size, other=float("-inf"))
+    # Blocks are asked for before they are looked at, as a load does not pass a store.
+    first = _block_of(logits_ptr, lanes, vocab_size)
+    second = _block_of(logits_ptr, BLOCK + lanes, vocab_size)
+    third = _block_of(logits_ptr, 2 * BLOCK + lanes, vocab_size)
     for start in range(0, vocab_size, BLOCK):
-        value = following.to(tl.float32)
-        # Ask for the next block before this one is looked at: a load does not pass a store.
-        token_ids = start + BLOCK + lanes
-        following = tl.load(
-            logits_ptr + token_ids, mask=token_ids < vocab_size, other=float("-inf")
-        )
+        value = first.to(tl.float32)
+        first = second
+        second = third
+        third = _block_of(logits_ptr, start + 3 * BLOCK + lanes, vocab_size)
         peak = tl.maximum(peak, value, propagate_nan=tl.PropagateNan.ALL)
         weight = tl.where(value >= floor, _weight(value, scale, origin, MASS), 0.0)
         total += weight
@@ -199,18 +211,26 @@ def _set_aside(  # noqa: PLR0913 - one pass over a row
         cell = spare_ptr + count * BLOCK + lanes
         tl.store(cell, value, mask=kept & (count < SLOTS))
         count += kept.to(tl.int32)
-    peak_of_all = tl.reduce(peak, 0, _either_nan)
-    return count, tl.sum(total, axis=0), tl.sum(above, axis=0), peak_of_all
+    fits = (tl.max(count, axis=0) <= SLOTS) & (tl.sum(count, axis=0) <= FEW)
+    found = tl.full((), -1, tl.int32)
+    if fits:
+        # Other threads read what these have written.
+        tl.debug_barrier()
+        found = tl.sum(count, axis=0)
+        place = spare_ptr + SLOTS * BLOCK + tl.cumsum(count, axis=0) - count
+        for slot in tl.static_range(SLOTS):
+            taken = slot < count
+            value = tl.load(spare_ptr + slot * BLOCK + lanes, mask=taken, other=0.0)
+            tl.store(place + slot, value, mask=taken)
+        tl.debug_barrier()
+    return found, tl.sum(total, axis=0), tl.sum(above, axis=0), tl.reduce(peak, 0, _either_nan)
 
 
 @triton.jit
-def _candidates(
-    spare_ptr: tl.tensor, count: tl.tensor, SLOTS: tl.constexpr, BLOCK: tl.constexpr
-) -> tl.tensor:
-    # [SLOTS, BLOCK]; -inf where a slot is empty.
-    slots = tl.arange(0, SLOTS)[:, None]
-    cell = spare_ptr + slots * BLOCK + tl.arange(0, BLOCK)[None, :]
-    return tl.load(cell, mask=slots < count[None, :], other=float("-inf"))
+def _candidates(found_ptr: tl.tensor, found: tl.tensor, FEW: tl.constexpr) -> tl.tensor:
+    # [FEW]; -inf where there is none.
+    places = tl.arange(0, FEW)
+    return tl.load(found_ptr + places, mask=places < found, other=float("-inf"))
 
 
 @triton.jit
@@ -218,13 +238,18 @@ def _select(
     ordered: tl.tensor, inside: tl.tensor, weight: tl.tensor, offset: tl.tensor, goal: tl.tensor
 ) -> tl.tensor:
     # The least value such that what lies inside above it weighs, with `offset`, less than `goal`.
-    low = tl.min(tl.min(tl.where(inside, ordered, 0x7FFFFFFF), axis=1), axis=0)
-    high = tl.max(tl.max(tl.where(inside, ordered, -0x80000000), axis=1), axis=0)
+    low = tl.min(tl.where(inside, ordered, 0x7FFFFFFF), axis=0)
+    high = tl.max(tl.where(inside, ordered, -0x80000000), axis=0)
     weight = tl.where(inside, weight, 0.0)
+    step = tl.full((), 0, tl.int32)
     while low < high:
         middle = _between(low, high)
-        heavier = tl.sum(tl.sum(tl.where(ordered > middle, weight, 0.0), axis=1), axis=0)
-        enough = offset + heavier >= goal
+        step += 1
+        if (step > 10) & (step % 2 == 1):
+            # By now hardly a candidate is left between: try the least of them.
+            low = tl.min(tl.where(inside & (ordered >= low), ordered, 0x7FFFFFFF), axis=0)
+            middle = low
+        enough = offset + tl.sum(tl.where(ordered > middle, weight, 0.0), axis=0) >= goal
         low = tl.where(enough, middle + 1, low)
         high = tl.where(enough, high, middle)
     return _from_ordered(low)
@@ -241,22 +266,23 @@ def _find(  # noqa: PLR0913, PLR0915 - its state is the state of one search
     MASS: tl.constexpr,
     SAMPLE: tl.constexpr,
     SLOTS: tl.constexpr,
+    FEW: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    # The value looked for, or `floor`; whether all that reach it lie in the slots; their counts.
+    # The value looked for, or `floor`; whether all that reach it are candidates; their number.
     top, low, high, origin = _bounds(
-        logits_ptr, vocab_size, scale, floor, target, MASS, SAMPLE, SLOTS * BLOCK
+        logits_ptr, vocab_size, scale, floor, target, MASS, SAMPLE, FEW
     )
     threshold = floor
     complete = tl.full((), 0, tl.int32)
-    count = tl.zeros((BLOCK,), tl.int32)
+    found = tl.full((), -1, tl.int32)
     # `t` is in [reached, missed): from `reached` up is enough, from `missed` up is not.
     reached = floor
     missed = tl.full((), float("inf"), tl.float32)
     passes = tl.full((), 0, tl.int32)
     searching = tl.full((), 1, tl.int32)
     while searching == 1:
-        count, total, above, peak = _set_aside(
+        found, total, above, peak = _set_aside(
             logits_ptr,
             spare_ptr,
             vocab_size,
@@ -268,6 +294,7 @@ def _find(  # noqa: PLR0913, PLR0915 - its state is the state of one search
             high,
             MASS,
             SLOTS,
+            FEW,
             BLOCK,
         )
         passes += 1
@@ -280,14 +307,13 @@ def _find(  # noqa: PLR0913, PLR0915 - its state is the state of one search
             # The sample missed a peak so high that the weights overflowed.
             origin = peak
         else:
-            tl.debug_barrier()
-            value = _candidates(spare_ptr, count, SLOTS, BLOCK)
+            fits = found >= 0
+            value = _candidates(spare_ptr + SLOTS * BLOCK, found, FEW)
             weight = tl.where(value >= floor, _weight(value, scale, origin, MASS), 0.0)
             likeliest = value >= top
             others = (value >= low) & (value < high)
-            weight_of_top = tl.sum(tl.sum(tl.where(likeliest, weight, 0.0), axis=1), axis=0)
-            weight_of_others = tl.sum(tl.sum(tl.where(others, weight, 0.0), axis=1), axis=0)
-            fits = tl.max(count, axis=0) <= SLOTS
+            weight_of_top = tl.sum(tl.where(likeliest, weight, 0.0), axis=0)
+            weight_of_others = tl.sum(tl.where(others, weight, 0.0), axis=0)
             in_top = fits & (weight_of_top >= goal)
             in_others = fits & (above < goal) & (above + weight_of_others >= goal)
             if in_top | in_others:
@@ -324,7 +350,7 @@ def _find(  # noqa: PLR0913, PLR0915 - its state is the state of one search
                     top = tl.full((), float("inf"), tl.float32)
                     # The slots are written again.
                     tl.debug_barrier()
-    return threshold, complete, count
+    return threshold, complete, found
 
 
 @triton.jit
@@ -351,6 +377,7 @@ def _cut_to_top_kernel(  # noqa: PLR0913 - a kernel takes its pointers one by on
     vocab_size: tl.tensor,
     SAMPLE: tl.constexpr,
     SLOTS: tl.constexpr,
+    FEW: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
     logit_idx = tl.program_id(0).to(tl.int64)
@@ -365,16 +392,16 @@ def _cut_to_top_kernel(  # noqa: PLR0913 - a kernel takes its pointers one by on
     divisor = tl.where(divisor == 0.0, 1.0, divisor)
     cutoff = tl.load(cutoff_ptr + logit_idx)
     logits_ptr += logit_idx * logits_stride
-    spare_ptr += logit_idx * SLOTS * BLOCK
+    spare_ptr += logit_idx * (SLOTS * BLOCK + FEW)
     scale = _LOG2_E / divisor
     # The search is among the logits as they are: division keeps their order, and the smallest that
     # stays, once divided, is the cutoff.
     unset = _raw_floor(cutoff, divisor)
     floor = unset
     complete = tl.full((), 0, tl.int32)
-    count = tl.zeros((BLOCK,), tl.int32)
+    found = tl.full((), 0, tl.int32)
     if counts:
-        floor, complete, count = _find(
+        floor, complete, found = _find(
             logits_ptr,
             spare_ptr,
             vocab_size,
@@ -382,21 +409,22 @@ def _cut_to_top_kernel(  # noqa: PLR0913 - a kernel takes its pointers one by on
             floor,
             top_k.to(tl.float32),
             False,
-            SAMPLE,
+            SAMPLE // 2,
             SLOTS,
+            FEW,
             BLOCK,
         )
     if top_p < 1.0:
         if complete == 1:
-            value = _candidates(spare_ptr, count, SLOTS, BLOCK)
+            value = _candidates(spare_ptr + SLOTS * BLOCK, found, FEW)
             inside = value >= floor
-            origin = tl.max(tl.max(value, axis=1), axis=0)
+            origin = tl.max(value, axis=0)
             weight = tl.where(inside, _weight(value, scale, origin, True), 0.0)
-            goal = top_p * tl.sum(tl.sum(weight, axis=1), axis=0)
+            goal = top_p * tl.sum(weight, axis=0)
             floor = _select(_to_ordered(value), inside, weight, 0.0, goal)
         else:
             tl.debug_barrier()
-            floor, complete, count = _find(
+            floor, complete, found = _find(
                 logits_ptr,
                 spare_ptr,
                 vocab_size,
@@ -406,6 +434,7 @@ def _cut_to_top_kernel(  # noqa: PLR0913 - a kernel takes its pointers one by on
                 True,
                 SAMPLE,
                 SLOTS,
+                FEW,
                 BLOCK,
             )
     if floor > unset:
@@ -422,7 +451,7 @@ def _cut_to_top_launch(
     top_p: Tensor,
 ) -> Launch:
     num_logits, vocab_size = logits.shape
-    spare = torch.empty(num_logits, SLOTS * BLOCK, dtype=torch.float32, device=logits.device)
+    spare = torch.empty(num_logits, SLOTS * BLOCK + FEW, dtype=torch.float32, device=logits.device)
     args = (
         cutoff,
         logits,
@@ -435,8 +464,15 @@ def _cut_to_top_launch(
         spare,
         vocab_size,
     )
-    constexprs = {"SAMPLE": _SAMPLE, "SLOTS": SLOTS, "BLOCK": BLOCK}
-    return Launch(_cut_to_top_kernel, (num_logits,), args, constexprs, num_warps=_NUM_WARPS)
+    constexprs = {"SAMPLE": _SAMPLE, "SLOTS": SLOTS, "FEW": FEW, "BLOCK": BLOCK}
+    return Launch(
+        _cut_to_top_kernel,
+        (num_logits,),
+        args,
+        constexprs,
+        num_warps=_NUM_WARPS,
+        max_registers=_MAX_REGISTERS,
+    )
 
 
 def _cut_to_top_reference(
