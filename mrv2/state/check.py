@@ -124,10 +124,11 @@ def _check_rows(plan: StepPlan, rows: RowTable) -> npt.NDArray[np.int32] | None:
         # No row changes hands, so the look-up that the step needs anyway is the check.
         return rows.rows(plan.scheduled.req_ids)
     arriving = {arrival.req_id for arrival in plan.arrivals}
-    departed = set(plan.departed)
-    for req_id in plan.scheduled.req_ids:
-        if req_id not in arriving and (req_id in departed or req_id not in rows):
-            raise ProtocolError(f"request {req_id!r} is scheduled but has no row")
+    scheduled = set(plan.scheduled.req_ids) - arriving
+    absent = rows.absent(scheduled) | scheduled.intersection(plan.departed)
+    if absent:
+        req_id = next(name for name in plan.scheduled.req_ids if name in absent)
+        raise ProtocolError(f"request {req_id!r} is scheduled but has no row")
     return None
 
 

@@ -72,6 +72,10 @@ class RowTable:
                 f"request {missing.args[0]!r} is scheduled but has no row"
             ) from None
 
+    def absent(self, req_ids: set[str]) -> set[str]:
+        """Return those of many requests that have no row."""
+        return req_ids.difference(self._row_of)
+
     def __len__(self) -> int:
         return len(self._row_of)
 

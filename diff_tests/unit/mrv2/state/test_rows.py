@@ -50,3 +50,11 @@ def test_a_row_has_one_owner_and_none_is_lost(toggled: list[int]) -> None:
             owned[name] = row
         assert len(rows) == len(owned)
         assert rows.rows(list(owned)).tolist() == list(owned.values())
+
+
+def test_requests_without_a_row_are_named() -> None:
+    rows = RowTable(3)
+    rows.claim("a")
+    rows.claim("b")
+    rows.release("b")
+    assert rows.absent({"a", "b", "c"}) == {"b", "c"}

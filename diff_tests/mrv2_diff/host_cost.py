@@ -1,0 +1,200 @@
+"""Host time of a step by batch size, of the core alone: no model, no kernel, no copy.
+
+Each op makes its launch, as on a GPU, and does not start it; each copy stages its values and does
+not move them. What is left is what the runner itself costs the host, and how that grows with the
+batch. `mrv2-diff bench` compares a step of a whole engine with V1's instead.
+
+Run as `python -m mrv2_diff.host_cost [--steps N] [--out FILE.svg]`.
+"""
+
+import argparse
+import gc
+import math
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+
+from mrv2 import KVGroup, Runner, RunnerConfig, RunnerOutput, StepPlan
+from mrv2.batch.inputs import InputBatch
+from mrv2.memory.transfers import Transfers
+from mrv2.ops.twin import TwinOp
+from mrv2.ports import ForwardInputs
+from mrv2_diff.toy_host import ToyHost, Work
+
+BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
+_VOCAB = 16
+_WARMUP = 20
+_BLOCK = 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostCost:
+    """Medians of one batch size, in microseconds of the thread's own time a step."""
+
+    num_reqs: int
+    steady_us: float
+    """Every request decodes, and nothing else happens."""
+    churn_us: float
+    """As before, and in each step one request leaves and one arrives."""
+
+
+class _NoModel:
+    """A model that computes nothing, with results of the right shapes."""
+
+    def __init__(self, config: RunnerConfig) -> None:
+        self._hidden = torch.zeros(config.max_num_tokens, 1)
+        self._logits = torch.zeros(config.max_num_tokens, config.vocab_size)
+
+    def plan(self, batch: InputBatch) -> object:
+        """Return nothing: no attention reads it."""
+        return None
+
+    def forward(self, inputs: ForwardInputs) -> Tensor:
+        """Return zeros."""
+        return self._hidden[: len(inputs.input_ids)]
+
+    def compute_logits(self, hidden: Tensor) -> Tensor:
+        """Return zeros."""
+        return self._logits[: len(hidden)]
+
+
+def host_cost(num_reqs: int, num_steps: int) -> HostCost:
+    """Measure one batch size.
+
+    Args:
+        num_reqs: Requests that decode in every step.
+        num_steps: Steps of each kind whose median is taken.
+    """
+    return HostCost(
+        num_reqs=num_reqs,
+        steady_us=_median_us(num_reqs, num_steps, churn=False),
+        churn_us=_median_us(num_reqs, num_steps, churn=True),
+    )
+
+
+def _median_us(num_reqs: int, num_steps: int, *, churn: bool) -> float:
+    max_model_len = _BLOCK * -(-(num_steps + _WARMUP + 8) // _BLOCK)
+    config = RunnerConfig(
+        device=torch.device("cpu"),
+        max_num_reqs=num_reqs,
+        max_num_tokens=2 * num_reqs + 8,
+        max_model_len=max_model_len,
+        vocab_size=_VOCAB,
+        kv_groups=(KVGroup(block_size=max_model_len, max_blocks=1),),
+    )
+    model = _NoModel(config)
+    runner = Runner(config, model, model, Transfers(config.device, _no_copy))
+    host = ToyHost(config.kv_groups, num_reqs)
+    for index in range(num_reqs):
+        host.add(f"r{index}", [1, 2])
+    plans = []
+    for step in range(_WARMUP + num_steps):
+        if churn and step:
+            host.finish(next(iter(host.requests)))
+            host.add(f"s{step}", [1, 2])
+        plans.append(host.plan(_everything(host)))
+    seconds = []
+    gc.collect()
+    gc.freeze()  # as vLLM does: what stands here is not gone through again
+    with patch.object(TwinOp, "__call__", _launch_only):
+        for plan in plans:
+            started = time.thread_time()
+            _step(runner, plan)
+            seconds.append(time.thread_time() - started)
+    gc.unfreeze()
+    return 1e6 * statistics.median(seconds[_WARMUP:])
+
+
+def _step(runner: Runner, plan: StepPlan) -> RunnerOutput:
+    return runner.sample(runner.execute(plan)).wait()
+
+
+def _everything(host: ToyHost) -> Work:
+    return {name: request.num_left for name, request in host.requests.items()}
+
+
+def _no_copy(destination: Tensor, source: Tensor) -> None:
+    pass
+
+
+def _launch_only(op: "TwinOp[...]", *args: Any, **kwargs: Any) -> None:
+    op.launch(*args, **kwargs)
+
+
+def table(costs: list[HostCost]) -> str:
+    """Return the figures as lines of text."""
+    lines = ["requests   steady (us)   one comes, one goes (us)"]
+    lines += [
+        f"{cost.num_reqs:8}   {cost.steady_us:11.0f}   {cost.churn_us:24.0f}" for cost in costs
+    ]
+    return "\n".join(lines)
+
+
+def growth(costs: Sequence[HostCost]) -> float:
+    """Return what a steady step of the largest batch costs, as a multiple of one of 64 or less."""
+    base = max((cost for cost in costs if cost.num_reqs <= 64), key=lambda cost: cost.num_reqs)
+    return costs[-1].steady_us / base.steady_us
+
+
+def picture(costs: Sequence[HostCost]) -> str:
+    """Return both curves as SVG, over the logarithm of the batch size."""
+    width, height, left, bottom = 640, 400, 60, 40
+    most = max(max(cost.steady_us, cost.churn_us) for cost in costs)
+    last = math.log2(costs[-1].num_reqs) or 1.0
+
+    def point(num_reqs: int, value: float) -> tuple[float, float]:
+        x = left + (width - left - 20) * math.log2(num_reqs) / last
+        return round(x, 1), round(height - bottom - (height - bottom - 30) * value / most, 1)
+
+    def curve(name: str, colour: str, values: Sequence[tuple[int, float]]) -> str:
+        points = [point(*value) for value in values]
+        path = " ".join(f"{x},{y}" for x, y in points)
+        x, y = points[-1]
+        return (
+            f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="2"/>'
+            f'<text x="{x}" y="{y - 6}" text-anchor="end" fill="{colour}">{name}</text>'
+        )
+
+    ticks = "".join(
+        f'<text x="{point(cost.num_reqs, 0)[0]}" y="{height - bottom + 16}" text-anchor="middle">'
+        f"{cost.num_reqs}</text>"
+        for cost in costs
+    )
+    marks = "".join(
+        f'<text x="{left - 6}" y="{point(1, most * part / 4)[1] + 4}" text-anchor="end">'
+        f"{most * part / 4:.0f}</text>"
+        for part in range(5)
+    )
+    steady = curve("steady", "#1f6feb", [(cost.num_reqs, cost.steady_us) for cost in costs])
+    churn = curve("one comes, one goes", "#d1242f", [(c.num_reqs, c.churn_us) for c in costs])
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" '
+        f'font-family="sans-serif" font-size="12">'
+        f'<text x="{left}" y="16">Host time of a step in microseconds, by requests</text>'
+        f"{ticks}{marks}{steady}{churn}</svg>\n"
+    )
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measure every batch size, and print a table."""
+    parser = argparse.ArgumentParser(prog="python -m mrv2_diff.host_cost", description=__doc__)
+    parser.add_argument("--steps", type=int, default=200, help="steps of each median")
+    parser.add_argument("--out", type=Path, help="where to write the curves, as SVG")
+    options = parser.parse_args(arguments)
+    torch.set_num_threads(1)
+    costs = [host_cost(num_reqs, options.steps) for num_reqs in BATCHES]
+    sys.stdout.write(f"{table(costs)}\n{BATCHES[-1]} to 64 requests: {growth(costs):.2f}\n")
+    if options.out is not None:
+        options.out.write_text(picture(costs))
+
+
+if __name__ == "__main__":
+    main()
