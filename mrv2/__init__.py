@@ -16,6 +16,7 @@ from mrv2.plan import (
 )
 from mrv2.runner import Runner, StepInFlight
 from mrv2.sampling.grammar import GrammarMask
+from mrv2.sampling.prompt_logprobs import score_unattached
 from mrv2.sampling.sampler import draw_unattached
 from mrv2.sampling.stage import LogitsView, StageFactory, StageResources
 from mrv2.sampling.stages import stages_with
@@ -50,5 +51,6 @@ __all__ = [
     "UnsupportedByRunner",
     "draw_unattached",
     "sampling_faults",
+    "score_unattached",
     "stages_with",
 ]

@@ -31,6 +31,7 @@ PUBLIC = [
     "UnsupportedByRunner",
     "draw_unattached",
     "sampling_faults",
+    "score_unattached",
     "stages_with",
 ]
 

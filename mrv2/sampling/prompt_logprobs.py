@@ -21,7 +21,7 @@ from torch import Tensor
 from mrv2.config import RunnerConfig
 from mrv2.errors import ProtocolError
 from mrv2.memory.transfers import Transfers
-from mrv2.plan import ALL_LOGPROBS, Arrival
+from mrv2.plan import ALL_LOGPROBS, Arrival, StepPlan
 from mrv2.sampling.logprobs import gather_logprobs
 from mrv2.state.requests import RequestColumns
 
@@ -99,6 +99,23 @@ class PromptLogprobs:
     def flush(self) -> None:
         """Nothing: all of it is the host's."""
 
+    def check(self, plan: StepPlan) -> None:
+        """Refuse a step that leaves positions of a prompt out, and change nothing.
+
+        Raises:
+            ProtocolError: Such positions would have no hidden states.
+        """
+        if not self._prompts:
+            return
+        starts = dict(zip(plan.scheduled.req_ids, plan.scheduled.num_computed_tokens, strict=True))
+        for prompt in self._prompts.values():
+            start = starts.get(prompt.req_id, 0)
+            if start > prompt.num_scored and prompt.req_id not in plan.departed:
+                raise ProtocolError(
+                    f"request {prompt.req_id!r} wants logprobs of its prompt and goes on from "
+                    f"position {start}; {prompt.num_scored} were run: leave none out"
+                )
+
     def score(
         self,
         rows: Int32,
@@ -108,6 +125,8 @@ class PromptLogprobs:
         compute_logits: Callable[[Tensor], Tensor],
     ) -> Mapping[str, PromptScores]:
         """Queue the scoring of the step's prompt tokens, and the copies to the host.
+
+        No position of a prompt was left out, as `check` sees to.
 
         Args:
             rows: [num_reqs]. Batch position -> state row.
@@ -119,9 +138,6 @@ class PromptLogprobs:
         Returns:
             The scores of each request whose prompt the step completes, valid once an event that is
             recorded from now on has passed.
-
-        Raises:
-            ProtocolError: Positions of a prompt were left out, so they have no hidden states.
         """
         completed: dict[str, PromptScores] = {}
         if not self._prompts:
@@ -132,11 +148,6 @@ class PromptLogprobs:
                 continue
             offset, behind = query_start_loc[index : index + 2].tolist()
             start = int(num_computed_tokens[index])
-            if start > prompt.num_scored:
-                raise ProtocolError(
-                    f"request {prompt.req_id!r} wants logprobs of its prompt and goes on from "
-                    f"position {start}; {prompt.num_scored} were run: leave none out"
-                )
             if prompt.scores is None:
                 prompt.scores = self._empty(prompt.num_wanted, 1 + prompt.num_logprobs)
             stop = min(start + behind - offset, prompt.num_wanted)
@@ -186,3 +197,18 @@ def rows_per_chunk(hidden: Tensor, vocab_size: int, num_columns: int) -> int:
     row = vocab_size * hidden.element_size() + num_columns * _BYTES_PER_COLUMN
     size = max(1, CHUNK_BYTES // row)
     return size // _ROWS * _ROWS if size >= _ROWS else size
+
+
+def score_unattached(
+    hidden: Tensor, vocab_size: int, compute_logits: Callable[[Tensor], Tensor]
+) -> None:
+    """Score one chunk of a prompt that belongs to no request, to measure the peak.
+
+    Args:
+        hidden: [num_tokens, hidden_size]. As many hidden states as a step can hold.
+        vocab_size: Width of the logits.
+        compute_logits: Turns rows of them into logits.
+    """
+    logits = compute_logits(hidden[: rows_per_chunk(hidden, vocab_size, 1)])
+    targets = torch.zeros(len(logits), dtype=torch.int32, device=logits.device)
+    gather_logprobs(logits, targets, 0)

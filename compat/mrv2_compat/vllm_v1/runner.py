@@ -40,6 +40,7 @@ from mrv2 import (
     StepTrace,
     UnsupportedByRunner,
     draw_unattached,
+    score_unattached,
     stages_with,
 )
 from mrv2_compat.vllm_v1.attention import (
@@ -133,9 +134,10 @@ class VllmRunner:
         return specs
 
     def profile_run(self, randomize_inputs: bool = False) -> None:
-        """Run the largest forward and the largest draw once, so that vLLM can measure the peak."""
+        """Run the largest forward, draw and chunk of prompt logprobs, for vLLM to measure."""
         hidden, last = self._dummy_run(self.max_num_tokens, randomize_inputs=randomize_inputs)
         self._dummy_sampler_run(last)
+        self._dummy_scoring_run(hidden)
         del hidden, last
         gc.collect()
 
@@ -211,6 +213,12 @@ class VllmRunner:
         The sampler is one of its own, so that no row is touched.
         """
         return draw_unattached(self._require_model().compute_logits(hidden_states))
+
+    @torch.inference_mode()
+    def _dummy_scoring_run(self, hidden_states: Tensor) -> None:
+        """Score a chunk of a prompt from these hidden states. No row is touched."""
+        vocab_size, model = self.model_config.get_vocab_size(), self._require_model()
+        score_unattached(hidden_states, vocab_size, model.compute_logits)
 
     # Steps. The worker calls them in torch's inference mode.
 

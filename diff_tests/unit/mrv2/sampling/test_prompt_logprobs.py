@@ -18,7 +18,7 @@ from mrv2.config import LogprobsMode
 from mrv2.memory.transfers import Transfers
 from mrv2.plan import Arrival
 from mrv2.sampling import prompt_logprobs
-from mrv2.sampling.prompt_logprobs import PromptLogprobs, rows_per_chunk
+from mrv2.sampling.prompt_logprobs import PromptLogprobs, rows_per_chunk, score_unattached
 from mrv2.state.requests import RequestColumns
 from mrv2_diff.toy_host import Toy
 
@@ -337,3 +337,16 @@ def test_chunks_are_bounded_in_bytes_whatever_is_asked() -> None:
         size = rows * (151_936 * hidden.element_size() + columns * 24)
         assert prompt_logprobs.CHUNK_BYTES // 2 < size <= prompt_logprobs.CHUNK_BYTES
     assert rows_per_chunk(torch.empty(9, 4), 1 << 28, 1) == 1
+
+
+def test_a_chunk_without_a_request_is_as_large_as_one_can_be(small_chunks: int) -> None:
+    weights = torch.randn(2, 1000, generator=torch.Generator().manual_seed(0))
+    seen = []
+
+    def to_logits(part: Tensor) -> Tensor:
+        seen.append(len(part))
+        return part @ weights
+
+    score_unattached(torch.randn(4000, 2), 1000, to_logits)
+    score_unattached(torch.randn(9, 2), 1000, to_logits)
+    assert seen == [256, 9]
