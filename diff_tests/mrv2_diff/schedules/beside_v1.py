@@ -10,6 +10,7 @@ from itertools import count
 from mrv2_diff.case import Abort, Add, Case, EngineSpec, Event
 from mrv2_diff.models.spec import ModelSpec
 from mrv2_diff.record import Record
+from mrv2_diff.report.summary import verdict_text
 from mrv2_diff.run import RunRequest, run_cases
 from mrv2_diff.schedules import actions as act
 from mrv2_diff.schedules.generator import actions
@@ -122,7 +123,8 @@ def _shortened(bench: Bench, played: Sequence[act.Action], verdict: Verdict) -> 
     """Return the shortest part of a failing list of actions that gets the same verdict."""
 
     def fails(part: Sequence[act.Action]) -> bool:
-        return bench.run(workload(part)).verdict == verdict
+        events = workload(part)
+        return bool(events) and bench.run(events).verdict == verdict
 
     kept = shrink(played, fails, _MOST_TRIES)
     text = _text(bench.run(workload(kept)))
@@ -130,7 +132,7 @@ def _shortened(bench: Bench, played: Sequence[act.Action], verdict: Verdict) -> 
 
 
 def _text(record: Record) -> str:
-    return f"{record.verdict.value}: {record.summary}"
+    return f"{verdict_text(record.verdict)}: {record.summary}"
 
 
 def _spec(setup: act.Setup) -> EngineSpec:
