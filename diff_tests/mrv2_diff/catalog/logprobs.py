@@ -2,8 +2,9 @@
 
 from dataclasses import replace
 
-from mrv2_diff.case import Abort, Add, Case, Event
+from mrv2_diff.case import Abort, Add, Case, Departure, Event
 from mrv2_diff.catalog.prompts import CACHED, CHUNKED, ROOMY, TIGHT, prompt
+from mrv2_diff.verdict import Verdict
 
 
 def _greedy_logprobs() -> tuple[Event, ...]:
@@ -48,6 +49,28 @@ def _given_tokens() -> tuple[Event, ...]:
             options=(("logprob_token_ids", tokens),),
         )
         for index, tokens in enumerate(lists)
+    )
+
+
+def _given_beside_likeliest() -> tuple[Event, ...]:
+    """Requests that name their tokens, beside others that ask for the likeliest."""
+    kinds: tuple[tuple[int | None, tuple[int, ...] | None], ...] = (
+        (5, None),
+        (None, (3, 250, 9)),
+        (0, None),
+        (None, (7,)),
+        (12, None),
+    )
+    return tuple(
+        Add(
+            step=index,
+            req_id=f"mixed-{index}",
+            prompt=prompt(540 + index, 12),
+            max_tokens=14,
+            logprobs=count,
+            options=() if tokens is None else (("logprob_token_ids", tokens),),
+        )
+        for index, (count, tokens) in enumerate(kinds)
     )
 
 
@@ -144,6 +167,19 @@ CASES = (
         title="Logprobs of tokens that each request names",
         engine=ROOMY,
         workload=_given_tokens,
+    ),
+    Case(
+        id="logprobs.given_beside_likeliest",
+        area="logprobs",
+        feature="logprobs",
+        title="Each request gets its own tokens or its likeliest ones, whatever its neighbours ask",
+        engine=ROOMY,
+        workload=_given_beside_likeliest,
+        departure=Departure(
+            value="logprobs",
+            verdict=Verdict.REFERENCE_WRONG,
+            why="beside a request that names its tokens, V1 returns no likeliest ones (0017)",
+        ),
     ),
     Case(
         id="logprobs.of_prompts",
