@@ -24,9 +24,9 @@ from mrv2.sampling.narrowing import Narrowing
 from mrv2.sampling.stage import LogitsView, StageResources
 
 BLOCK = 2048
-"""Tokens that a program takes at a time. Each lane sets its own candidates aside. With 16 warps, 104
-us for 256 rows of 151,936 normal float32 logits, k = 50 and p = 0.9, and 219 us for p = 0.9 alone,
-on an H200, 2026-11-29; 4096 tokens, or 8 and 32 warps, were slower."""
+"""Tokens that a program takes at a time. Each lane sets its own candidates aside. With 16 warps,
+104 us for 256 rows of 151,936 normal float32 logits, k = 50 and p = 0.9, and 219 us for p = 0.9
+alone, on an H200, 2026-11-29; 4096 tokens, or 8 and 32 warps, were slower."""
 SLOTS = 8
 """Candidates that a lane has room for."""
 FEW = 2048
