@@ -143,7 +143,6 @@ class Runner:
         Raises:
             ProtocolError: The step was sampled already or is not the last one, or `forced` or
                 `grammar` does not fit its logits. The step can still be sampled after the latter.
-                Or a request that wants logprobs of its prompt left positions out.
             ConfigError: A forced token is outside the vocabulary. The step can still be sampled.
         """
         if not step.number == self._num_sampled + 1 == self._num_executed:
@@ -201,6 +200,7 @@ class Runner:
         if plan.scheduled.req_ids:
             self._check_order(plan)
             check_work(plan, self.config, self.rows)
+            self._prompt_logprobs.check(plan)
 
     def _apply_events(self, plan: StepPlan) -> None:
         for req_id in plan.departed:
@@ -250,6 +250,7 @@ class Runner:
             layout = lay_out_next_decode(last, scheduled)
         else:
             rows = check_work(plan, self.config, self.rows)
+            self._prompt_logprobs.check(plan)
             self._apply_events(plan)
             if rows is None:
                 rows = self.rows.rows(scheduled.req_ids)

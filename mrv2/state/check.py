@@ -72,6 +72,7 @@ def check_work(
             f"the step has {total} tokens; max_num_tokens is {config.max_num_tokens}"
         )
     found = _check_rows(plan, rows)
+    _check_first_positions(plan)
     ends = list(map(add, scheduled.num_computed_tokens, scheduled.num_tokens))
     fits = (
         min(scheduled.num_tokens) > 0
@@ -130,6 +131,19 @@ def _check_rows(plan: StepPlan, rows: RowTable) -> npt.NDArray[np.int32] | None:
         req_id = next(name for name in plan.scheduled.req_ids if name in absent)
         raise ProtocolError(f"request {req_id!r} is scheduled but has no row")
     return None
+
+
+def _check_first_positions(plan: StepPlan) -> None:
+    if not plan.arrivals:
+        return
+    starts = dict(zip(plan.scheduled.req_ids, plan.scheduled.num_computed_tokens, strict=True))
+    for arrival in plan.arrivals:
+        start = starts.get(arrival.req_id, arrival.num_computed_tokens)
+        if start != arrival.num_computed_tokens:
+            raise ProtocolError(
+                f"request {arrival.req_id!r} arrives with num_computed_tokens "
+                f"{arrival.num_computed_tokens} and is to run from position {start}"
+            )
 
 
 def _check_arrival(arrival: Arrival, config: RunnerConfig) -> None:

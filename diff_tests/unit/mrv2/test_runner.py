@@ -391,7 +391,7 @@ WRONG_PLANS: dict[str, tuple[StepPlan, type[Mrv2Error], str]] = {
             scheduled=scheduled(n=(4, 0, 4)),
         ),
         CapacityError,
-        r"4 requests arrive and 1 stay, but all rows are 4 \(max_num_reqs\)",
+        r"4 requests arrive and [12] stay, but all rows are 4 \(max_num_reqs\)",
     ),
     "more tokens than a step holds": (
         StepPlan(
@@ -465,6 +465,16 @@ WRONG_PLANS: dict[str, tuple[StepPlan, type[Mrv2Error], str]] = {
         ProtocolError,
         "request 'n' arrives with prompt_len 5; it has 4 tokens",
     ),
+    "an arrival that starts elsewhere": (
+        StepPlan(departed=("b",), arrivals=(arrival("n"),), scheduled=scheduled(n=(3, 1, 4))),
+        ProtocolError,
+        "request 'n' arrives with num_computed_tokens 0 and is to run from position 1",
+    ),
+    "a prompt with logprobs and a gap": (
+        StepPlan(departed=("b",), scheduled=scheduled(lp=(2, 4, 6))),
+        ProtocolError,
+        "request 'lp' wants logprobs of its prompt and goes on from position 4; 2 were run",
+    ),
     "fewer than no token known": (
         StepPlan(departed=("b",), scheduled=scheduled(a=(1, 9, -1))),
         ProtocolError,
@@ -529,7 +539,8 @@ def test_a_wrong_plan_changes_nothing(toy: Toy, name: str) -> None:
     plan, error, message = WRONG_PLANS[name]
     toy.host.add("a", prompt(9))
     toy.host.add("b", prompt(5, first=3))
-    toy.run({"a": 9, "b": 5})
+    toy.host.add("lp", prompt(6, first=5), Sampling(num_prompt_logprobs=1))
+    toy.run({"a": 9, "b": 5, "lp": 2})
     before = snapshot(toy.runner)
     with pytest.raises(error, match=message):
         toy.runner.execute(plan)
