@@ -1,6 +1,6 @@
 """One answer for every schedule: whatever the device is late with, no step changes."""
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import cache
@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from mrv2 import KVGroup, RunnerConfig, ThinkingMarkers
+from mrv2 import GrammarMask, KVGroup, PendingOutput, RunnerConfig, ThinkingMarkers
+from mrv2.sampling.bitmask import num_words
 from mrv2_diff.late_play import Played, play_late
 from mrv2_diff.race_lane import (
     AtRandom,
@@ -240,3 +241,36 @@ def test_what_stands_behind_a_late_operation_waits_with_it() -> None:
             seen.append(tensor.tolist())
             late.begin_step()
     assert seen == [[2], [2], [21]]
+
+
+def masked_steps(stream: LateStream | None, mask: str) -> list[list[int]]:
+    """Run decodes of one request whose tokens a grammar or the host decides, three in flight."""
+    toy = Toy(CONFIG, transfers=None if stream is None else LateTransfers(stream))
+    toy.host.add("a", [1, 2, 3])
+    bitmask = np.zeros((1, num_words(CONFIG.vocab_size)), dtype=np.int32)
+    outputs, pending = [], deque[PendingOutput]()
+    with stream or nullcontext():
+        for number in range(12):
+            step = toy.runner.execute(toy.host.plan({"a": 3 if number == 0 else 1}))
+            bitmask[:] = 1 << (number + 1)  # the host's array is written again for each step
+            grammar = GrammarMask(bitmask=bitmask, logit_idx=np.zeros(1, dtype=np.int32))
+            if mask == "grammar":
+                pending.append(toy.runner.sample(step, grammar=grammar))
+            else:
+                pending.append(toy.runner.sample(step, [number + 1]))
+            if len(pending) > 3:
+                outputs.append(pending.popleft().wait().token_ids[0])
+        outputs += [left.wait().token_ids[0] for left in pending]
+        if stream is not None:
+            stream.drain()
+    row = toy.runner.rows.row("a")
+    return [*outputs, toy.runner.requests.token_ids.tensor[row, 3:15].tolist()]
+
+
+@pytest.mark.parametrize("mask", ["grammar", "forced"])
+def test_a_mask_and_forced_tokens_are_those_of_their_step(stream: LateStream, mask: str) -> None:
+    late = masked_steps(stream, mask)
+    assert late == masked_steps(None, mask)
+    drawn = late[-1] if mask == "forced" else [token % 32 for token in late[-1]]
+    assert drawn == list(range(1, 13))
+    assert stream.most_behind > 0
