@@ -54,7 +54,8 @@ def split_size(logits: Tensor) -> int:
         return vocab_size
     num_chunks = triton.cdiv(vocab_size, CHUNK)
     num_splits = min(num_chunks, triton.cdiv(_ENOUGH_PROGRAMS, max(num_logits, 1)))
-    return CHUNK * min(triton.cdiv(num_chunks, num_splits), MAX_CHUNKS)
+    size: int = CHUNK * min(triton.cdiv(num_chunks, num_splits), MAX_CHUNKS)
+    return size
 
 
 @triton.jit
