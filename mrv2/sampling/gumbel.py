@@ -39,6 +39,7 @@ _LEAST = tl.constexpr(2.0**-65)
 """Stands for v = 0, which would make infinite noise."""
 _MOST = tl.constexpr(1 - 2.0**-24)
 """The float32 below 1, which would make no noise at all."""
+_LOG_2 = 0.6931471805599453
 _LOG2_E = tl.constexpr(1.4426950408889634)
 _SLACK = tl.constexpr(2.0**-10)
 _ROUNDING = tl.constexpr(2.0**-20)
@@ -417,25 +418,28 @@ def _drawn(scores: Tensor, first: Tensor, second: Tensor) -> Tensor:
     num_rows, vocab_size = scores.shape
     vocabulary = torch.arange(vocab_size, dtype=torch.int32)
     high = reference_high_word(first.unsqueeze(1), second.unsqueeze(1), vocabulary)
-    at_least = (high >> 1).bitwise_and_(0x7FFFFFFF).float()
-    at_most = at_least.mul_(2.0**-31).log_().neg_().add_(scores)
-
-    def noisy(rows: Tensor, tokens: Tensor) -> Tensor:
-        low = reference_low_word(first[rows], second[rows], tokens.int())
-        return scores[rows, tokens] + reference_gumbel(high[rows, tokens], low)
-
-    every = torch.arange(num_rows)
-    chosen = at_most.argmax(dim=1)
-    best = noisy(every, chosen)
-    bar = best - (_SLACK.value + best.abs() * _ROUNDING.value)
-    rows, tokens = (~(at_most < bar.unsqueeze(1))).nonzero(as_tuple=True)
+    # The noise is at most 31 log(2) - log(half), here without the constant.
+    half = (high >> 1).bitwise_and_(0x7FFFFFFF).float()
+    at_most = torch.sub(scores, half.log_(), out=half)
+    chosen = at_most.argmax(dim=1, keepdim=True)
+    noise = _noise_of(high.gather(1, chosen), first.unsqueeze(1), second.unsqueeze(1), chosen)
+    best = scores.gather(1, chosen) + noise
+    bar = best - best.abs().mul_(_ROUNDING.value).add_(_SLACK.value + 31 * _LOG_2)
+    rows, tokens = (at_most < bar).logical_not_().nonzero(as_tuple=True)
     if len(rows) == num_rows:
-        return chosen
-    found = noisy(rows, tokens)
-    best = torch.full((num_rows,), -torch.inf).scatter_reduce_(0, rows, found, "amax")
-    wins = (found == best[rows]) | found.isnan()
+        return chosen.squeeze(1)
+    found = scores[rows, tokens] + _noise_of(high[rows, tokens], first[rows], second[rows], tokens)
+    most = torch.full((num_rows,), -torch.inf).scatter_reduce_(0, rows, found, "amax")
+    wins = (found == most[rows]) | found.isnan()
     lowest = torch.full((num_rows,), vocab_size)
     return lowest.scatter_reduce_(0, rows[wins], tokens[wins], "amin")
+
+
+def _noise_of(high: Tensor, first: Tensor, second: Tensor, tokens: Tensor) -> Tensor:
+    """Return the noise of tokens; their low words are lost in rounding from 2**25 up."""
+    if bool((((high >> 25) & 0x7F) == 0).any()):
+        return reference_gumbel(high, reference_low_word(first, second, tokens.int()))
+    return reference_gumbel(high, torch.zeros_like(high))
 
 
 draw = TwinOp(

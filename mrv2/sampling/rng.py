@@ -102,15 +102,15 @@ def reference_key(seed: Tensor, position: Tensor) -> tuple[Tensor, Tensor]:
     Returns:
         Two int32 tensors of that shape, with the bits of the words.
     """
+    seed, position = torch.broadcast_tensors(seed, position)
     seed_low, seed_high = seed.int(), (seed >> 32).int()
     position_low, position_high = position.int(), (position >> 32).int()
-    first = reference_mix(position_high ^ _as_int32(0x9E3779B9))
-    for word in (seed_high, seed_low, position_low):
-        first = reference_mix(first ^ word)
-    second = reference_mix(position_high ^ _as_int32(0x7F4A7C15))
-    for word in (seed_low, position_low, seed_high):
-        second = reference_mix(second ^ word)
-    return first, second
+    # Both words in one tensor, which halves the number of small operations.
+    start = (position_high ^ _as_int32(0x9E3779B9), position_high ^ _as_int32(0x7F4A7C15))
+    key = _mix_in_place(torch.stack(start))
+    for pair in ((seed_high, seed_low), (seed_low, position_low), (position_low, seed_high)):
+        key = _mix_in_place(torch.stack(pair).bitwise_xor_(key))
+    return key[0], key[1]
 
 
 def reference_sequence(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:

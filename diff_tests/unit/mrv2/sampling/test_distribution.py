@@ -20,7 +20,7 @@ from mrv2.memory.transfers import Transfers
 from mrv2.plan import Arrival, Sampling
 from mrv2.sampling import gumbel, temperature
 from mrv2.sampling.narrowing import settle_logits
-from mrv2.sampling.rng import reference_key
+from mrv2.sampling.rng import reference_high_word, reference_key, reference_low_word
 from mrv2.sampling.sampler import Sampler
 from mrv2.sampling.stage import LogitsView
 from mrv2.state.requests import RequestColumns
@@ -384,3 +384,27 @@ def test_settled_logits_are_those_that_the_draw_sees() -> None:
         )
         tokens.append(token_ids.tolist())
     assert tokens[0] == tokens[1]
+
+
+@pytest.mark.parametrize("scale", [0.0, 0.5, 3.0, 40.0, 1e6])
+def test_the_token_that_wins_is_the_one_that_wins_with_all_noise_worked_out(scale: float) -> None:
+    count, vocab_size = 3000, 257
+    logits = torch.randn(count, vocab_size, generator=torch.Generator().manual_seed(13)) * scale
+    logits[::7, ::2] = -torch.inf
+    first, second = reference_key(torch.zeros(count).long(), torch.arange(count))
+    key = first.unsqueeze(1), second.unsqueeze(1)
+    tokens = torch.arange(vocab_size, dtype=torch.int32)
+    high, low = reference_high_word(*key, tokens), reference_low_word(*key, tokens)
+    wanted = (logits + gumbel.reference_gumbel(high, low)).argmax(dim=1)
+    token_ids = torch.empty(count, dtype=torch.int64)
+    gumbel.draw(
+        token_ids,
+        logits,
+        torch.zeros(count, dtype=torch.int32),
+        torch.arange(count),
+        torch.ones(1),
+        torch.zeros(1, dtype=torch.int64),
+        torch.ones(1),
+        torch.full((count,), -torch.inf),
+    )
+    assert torch.equal(token_ids, wanted)
