@@ -79,7 +79,8 @@ class Driver:
     Args:
         setup: The engine.
         runner_class: As for `ScheduledEngine`.
-        compares: Whether tokens are held against those of the request alone, or only kept.
+        compares: Whether tokens are held against those of the request alone, or only kept. Sessions
+            need it: a turn's prompt is made of what the ones before must return.
     """
 
     def __init__(
@@ -121,6 +122,7 @@ class Driver:
 
     @do.register
     def _(self, action: Arrive) -> None:
+        assert self._compares or not action.session, "a session needs expectations"
         account = self.accounts.get(action.name)
         if account is not None:
             if account.is_session and action.session and self._go_on(account, action):
