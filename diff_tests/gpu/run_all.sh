@@ -1,11 +1,13 @@
 #!/usr/bin/env bash
-# Everything that needs a CUDA device: kernels, the draw, engines, and times of a step.
+# Everything that needs a CUDA device: kernels, the draw, engines, times of a step, and benchmarks of
+# sampling and logprobs beside vLLM's own.
 #
 #   OUT=/tmp/gpu PYTHON=python3 bash diff_tests/gpu/run_all.sh
 #
 # Writes logs and figures into the folder OUT, goes on after a part that failed, and ends with a
 # summary; status 1 where a part failed. Needs a vLLM for CUDA and this project's entry points in
-# PYTHON's environment; the code that runs is this tree's. Takes about five minutes, at most eight.
+# PYTHON's environment; the code that runs is this tree's. PARTS names the parts to run, all by
+# default, which takes about eight minutes.
 set -u
 root=$(cd "$(dirname "$0")/../.." && pwd)
 cd "$root" || exit 1
@@ -14,12 +16,14 @@ export OUT=${OUT:-reports/latest/gpu}
 export PYTHONPATH="$root:$root/compat:$root/diff_tests${PYTHONPATH:+:$PYTHONPATH}"
 export PYTHONUNBUFFERED=1 HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1 VLLM_USE_FLASHINFER_SAMPLER=0
 mkdir -p "$OUT" || exit 1
+parts=${PARTS:-environment kernels engines times sampling logprobs}
 failed=()
 
 # part NAME SECONDS COMMAND...: run with a limit, the output in OUT/NAME.log.
 part() {
   local name=$1 limit=$2
   shift 2
+  [[ " $parts " == *" $name "* ]] || return 0
   local began=$SECONDS
   timeout -k 10 "$limit" "$@" >"$OUT/$name.log" 2>&1
   local status=$?
@@ -42,8 +46,12 @@ kernels=$!
 part engines 270 $test diff_tests/gpu/test_engines.py || failed+=(engines)
 wait $kernels || failed+=(kernels)
 part times 220 "$python" diff_tests/gpu/step_times.py "$OUT/step_times.json" || failed+=(times)
+part sampling 200 "$python" diff_tests/gpu/bench_sampling.py "$OUT/sampling.json" \
+  || failed+=(sampling)
+part logprobs 150 "$python" diff_tests/gpu/bench_logprobs.py "$OUT/logprobs.json" \
+  || failed+=(logprobs)
 
-for name in environment kernels engines times; do
+for name in $parts; do
   echo "== $name"
   tail -n 25 "$OUT/$name.log"
 done

@@ -52,6 +52,7 @@ BOUNDS = {"bfloat16": 0.15, "float32": 0.02}
 bfloat16 steps by 0.0625; Triton multiplies float32 in attention with 10 bits of fraction."""
 MOST_DIVERGENCES = NUM_REQUESTS // 4
 NO_WAIT = "no-wait"
+PARAMETERS = "parameters"
 CHECKED_FROM = 12
 """Step from which nothing may wait: all prompts are in, and every kernel was compiled."""
 
@@ -79,14 +80,53 @@ def parity_job(model: str, kind: str) -> Job:
     )
 
 
+ASKED: tuple[dict[str, Any], ...] = (
+    {},
+    {"presence_penalty": 1.5},
+    {"frequency_penalty": 0.7, "repetition_penalty": 1.3},
+    {"logit_bias": {50: 3.5, 51: -100.0}},
+    {"allowed_token_ids": [*range(40, 90)]},
+    {"_bad_words_token_ids": [[60], [61, 62], [9, 20, 33]]},
+    {"min_tokens": 30, "stop_token_ids": [*range(0, 300, 2)]},
+    {"prompt_logprobs": 2},
+)
+"""What greedy requests ask for, by turns; their tokens are V1's."""
+GRAMMARS: tuple[dict[str, Any], ...] = (
+    {"structured_outputs": {"choice": ["river", "the quick fox", "over"]}, "ignore_eos": False},
+    {"structured_outputs": {"regex": r"[a-f]{3}-[0-9]{4,9}\."}, "ignore_eos": False},
+)
+DRAWN: tuple[dict[str, Any], ...] = (
+    {"temperature": 0.8, "top_k": 40, "top_p": 0.9},
+    {"temperature": 1.2, "min_p": 0.05, "seed": 7},
+    {"temperature": 0.6, "top_p": 0.8, "presence_penalty": 0.5},
+    {"temperature": 1.0, "top_k": 5, "seed": 9},
+)
+"""What random requests ask for, by turns; nothing is compared but that no step waits for them."""
+
+
+def parameters_job(model: str) -> Job:
+    """Every deterministic parameter in one batch, grammars among them, with preemptions."""
+    options = [
+        GRAMMARS[number // 8 % 2] if number % 8 == 0 else ASKED[number % 8]
+        for number in range(NUM_REQUESTS)
+    ]
+    return dataclasses.replace(
+        parity_job(model, "float32-TRITON_ATTN"), options=options, tokenizer=True
+    )
+
+
 def no_wait_job(model: str) -> Job:
-    """Long steady decoding of a batch in which some want logprobs."""
+    """Long steady decoding of a batch that asks for everything that vLLM does not wait for itself.
+
+    A grammar is left out: the scheduler itself needs its tokens before the next step.
+    """
     return Job(
         model=model,
         engine={**ENGINE, **KINDS["bfloat16-FLASH_ATTN"]},
         prompts=[[VOCABULARY[number], 9, 20] for number in range(16)],
         max_tokens=[100] * 16,
         logprobs=[3 if number % 2 else None for number in range(16)],
+        options=[(ASKED + DRAWN)[number % 12] for number in range(16)],
         check_syncs_from=CHECKED_FROM,
     )
 
@@ -97,6 +137,7 @@ def outcomes() -> dict[tuple[str, str], Outcome | RuntimeError]:
     model = str(cached_model(ModelSpec()))
     jobs = {(kind, runner): parity_job(model, kind) for kind in KINDS for runner in ("mrv2", "v1")}
     jobs[NO_WAIT, "mrv2"] = no_wait_job(model)
+    jobs |= {(PARAMETERS, runner): parameters_job(model) for runner in ("mrv2", "v1")}
 
     def run(key: tuple[str, str]) -> Outcome | RuntimeError:
         try:
@@ -203,6 +244,23 @@ def test_tokens_and_logprobs_are_v1s(outcomes: Any, kind: str) -> None:
     assert not parted, f"{len(parted)} of {len(found.divergences)} parted for good: {parted[:4]}"
     assert len(found.divergences) <= MOST_DIVERGENCES
     keep_record(kind, found, ours)
+
+
+def test_every_parameter_gives_v1s_tokens(outcomes: Any) -> None:
+    ours, theirs = done(outcomes, PARAMETERS, "mrv2"), done(outcomes, PARAMETERS, "v1")
+    assert (ours.runner_class, theirs.runner_class) == (OURS, V1)
+    for outcome in (ours, theirs):
+        assert outcome.async_scheduling
+        assert outcome.preemptions > 0
+    found = agreement(ours, theirs)
+    write_figures(PARAMETERS, found, ours, theirs)
+    bound = BOUNDS["float32"]
+    assert found.largest_logprob_difference <= bound
+    parted = [each for each in found.divergences if each.gap is None or each.gap > bound]
+    assert not parted, f"{len(parted)} of {len(found.divergences)} parted for good: {parted[:4]}"
+    assert len(found.divergences) <= MOST_DIVERGENCES
+    lengths = {len(made.token_ids) for made in ours.continuations}
+    assert len(lengths) > 30, "grammars and stop tokens end requests at lengths of their own"
 
 
 def test_nothing_waits_for_the_device_in_a_steady_step(outcomes: Any) -> None:
