@@ -71,7 +71,7 @@ def _between(low: tl.tensor, high: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
-def _either_nan(left: tl.tensor, right: tl.tensor) -> tl.tensor:
+def _larger_or_nan(left: tl.tensor, right: tl.tensor) -> tl.tensor:
     return tl.maximum(left, right, propagate_nan=tl.PropagateNan.ALL)
 
 
@@ -169,7 +169,7 @@ def _bounds(
 
 
 @triton.jit
-def _block_of(logits_ptr: tl.tensor, token_ids: tl.tensor, vocab_size: tl.tensor) -> tl.tensor:
+def _values_at(logits_ptr: tl.tensor, token_ids: tl.tensor, vocab_size: tl.tensor) -> tl.tensor:
     return tl.load(logits_ptr + token_ids, mask=token_ids < vocab_size, other=float("-inf"))
 
 
@@ -197,14 +197,14 @@ def _set_aside(  # noqa: PLR0913 - one pass over a row
     above = tl.zeros((BLOCK,), tl.float32)
     peak = tl.full((BLOCK,), float("-inf"), tl.float32)
     # Blocks are asked for before they are looked at, as a load does not pass a store.
-    first = _block_of(logits_ptr, lanes, vocab_size)
-    second = _block_of(logits_ptr, BLOCK + lanes, vocab_size)
-    third = _block_of(logits_ptr, 2 * BLOCK + lanes, vocab_size)
+    first = _values_at(logits_ptr, lanes, vocab_size)
+    second = _values_at(logits_ptr, BLOCK + lanes, vocab_size)
+    third = _values_at(logits_ptr, 2 * BLOCK + lanes, vocab_size)
     for start in range(0, vocab_size, BLOCK):
         value = first.to(tl.float32)
         first = second
         second = third
-        third = _block_of(logits_ptr, start + 3 * BLOCK + lanes, vocab_size)
+        third = _values_at(logits_ptr, start + 3 * BLOCK + lanes, vocab_size)
         peak = tl.maximum(peak, value, propagate_nan=tl.PropagateNan.ALL)
         weight = tl.where(value >= floor, _weight(value, scale, origin, MASS), 0.0)
         total += weight
@@ -225,7 +225,7 @@ def _set_aside(  # noqa: PLR0913 - one pass over a row
             value = tl.load(spare_ptr + slot * BLOCK + lanes, mask=taken, other=0.0)
             tl.store(place + slot, value, mask=taken)
         tl.debug_barrier()
-    return found, tl.sum(total, axis=0), tl.sum(above, axis=0), tl.reduce(peak, 0, _either_nan)
+    return found, tl.sum(total, axis=0), tl.sum(above, axis=0), tl.reduce(peak, 0, _larger_or_nan)
 
 
 @triton.jit
