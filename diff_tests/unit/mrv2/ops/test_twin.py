@@ -80,7 +80,9 @@ def test_under_the_interpreter_the_kernel_runs(monkeypatch: pytest.MonkeyPatch) 
     out = torch.zeros(3)
     make()(out, 7)
     assert out.tolist() == [0, 0, 0]
-    assert KERNEL.launches[-1][1:] == (7, {"BLOCK": 8, "num_warps": 4})
+    number, options = KERNEL.launches[-1][1:]
+    assert number == 7
+    assert {"BLOCK": 8, "num_warps": 4}.items() <= options.items()
 
 
 @pytest.mark.parametrize("by_name", [False, True])
