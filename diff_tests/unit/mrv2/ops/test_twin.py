@@ -82,6 +82,7 @@ def test_under_the_interpreter_the_kernel_runs(monkeypatch: pytest.MonkeyPatch) 
     assert out.tolist() == [0, 0, 0]
     number, options = KERNEL.launches[-1][1:]
     assert number == 7
+    assert isinstance(options, dict)
     assert {"BLOCK": 8, "num_warps": 4}.items() <= options.items()
 
 
