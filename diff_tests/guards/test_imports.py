@@ -15,7 +15,12 @@ PACKAGES = {
     "mrv2_compat": "compat/mrv2_compat",
     "mrv2_diff": "diff_tests/mrv2_diff",
 }
-VLLM_DOORS = ("mrv2_diff/drivers/", "mrv2_diff/lockstep.py", "mrv2_diff/lockstep/")
+VLLM_DOORS = (
+    "mrv2_diff/drivers/",
+    "mrv2_diff/lockstep.py",
+    "mrv2_diff/lockstep/",
+    "mrv2_diff/schedules/",
+)
 
 
 def _lint_imports(root: Path) -> subprocess.CompletedProcess[str]:
