@@ -19,11 +19,23 @@ from mrv2.batch import commit, inputs
 from mrv2.memory.staged import StagedWriteTensor
 from mrv2.ops.twin import TwinOp
 from mrv2.plan import Arrival
-from mrv2.sampling import logprobs
-from mrv2.sampling.logprobs import gather_logprobs
+from mrv2.sampling import (
+    allowed_tokens,
+    bad_words,
+    logit_bias,
+    logprobs,
+    min_p,
+    min_tokens,
+    penalties,
+    top_k_top_p,
+)
+from mrv2.sampling.logprobs import SampledLogprobs, gather_logprobs
 from mrv2.sampling.narrowing import Narrowing
+from mrv2.sampling.prompt_logprobs import PromptLogprobs
 from mrv2.state import block_tables
 from mrv2.state.block_tables import BlockTables
+from mrv2_diff.compare.steps import OF_PROMPTS
+from mrv2_diff.verdict import Verdict
 
 Patch = Callable[[], AbstractContextManager[object]]
 
@@ -40,6 +52,7 @@ class Mutant:
     """First value of the chain that must differ."""
     apply: Patch
     """Makes a context in which the runner has the fault."""
+    verdict: Verdict = Verdict.WRONG_VALUE
 
 
 def _after(
@@ -53,6 +66,38 @@ def _after(
         fault(dict(zip(op.parameters, args, strict=False)) | kwargs)
 
     return patch.object(op, "reference", faulty)
+
+
+def _before(
+    op: "TwinOp[...]", fault: Callable[[dict[str, Any]], None]
+) -> AbstractContextManager[object]:
+    """Let a fault change what an op's reference is given."""
+    reference = op.reference
+
+    def faulty(*args: Any, **kwargs: Any) -> None:
+        arguments = dict(zip(op.parameters, args, strict=False)) | kwargs
+        fault(arguments)
+        reference(**arguments)
+
+    return patch.object(op, "reference", faulty)
+
+
+def _of_a_neighbour(op: "TwinOp[...]") -> AbstractContextManager[object]:
+    """Let an op read the rows of its batch in reverse."""
+
+    def swap(arguments: dict[str, Any]) -> None:
+        arguments["logit_rows"] = arguments["logit_rows"].flip(0)
+
+    return _before(op, swap)
+
+
+def _one_token_late(op: "TwinOp[...]") -> AbstractContextManager[object]:
+    """Let an op see one token less than there is."""
+
+    def late(arguments: dict[str, Any]) -> None:
+        arguments["positions"] = arguments["positions"] - 1
+
+    return _before(op, late)
 
 
 def _stale_row() -> AbstractContextManager[object]:
@@ -152,6 +197,88 @@ def _outputs_in_another_order() -> Iterator[None]:
         yield
 
 
+def _penalties_one_step_late() -> AbstractContextManager[object]:
+    return _one_token_late(penalties.penalise)
+
+
+def _stops_held_one_step_longer() -> AbstractContextManager[object]:
+    return _one_token_late(min_tokens.hold_stops)
+
+
+def _bad_words_one_token_late() -> AbstractContextManager[object]:
+    return _one_token_late(bad_words.mask_bad_words)
+
+
+def _prompt_spared_by_repetition_penalty() -> AbstractContextManager[object]:
+    def spare(arguments: dict[str, Any]) -> None:
+        tokens = arguments["token_ids"].clone()
+        for row, length in enumerate(arguments["prompt_len"].tolist()):
+            tokens[row, :length] = -1
+        arguments["token_ids"] = tokens
+
+    return _before(penalties.penalise, spare)
+
+
+def _bias_by_batch_position() -> AbstractContextManager[object]:
+    def by_position(arguments: dict[str, Any]) -> None:
+        rows: Tensor = arguments["logit_rows"]
+        arguments["logit_rows"] = torch.arange(len(rows), dtype=rows.dtype)
+
+    return _before(logit_bias.add_bias, by_position)
+
+
+def _allowed_tokens_of_another_row() -> AbstractContextManager[object]:
+    return _of_a_neighbour(allowed_tokens.allow_tokens)
+
+
+def _top_p_one_token_short() -> AbstractContextManager[object]:
+    def raise_cutoffs(arguments: dict[str, Any]) -> None:
+        rows, cutoff = arguments["logit_rows"].long(), arguments["cutoff"]
+        by = arguments["divisor"][rows].unsqueeze(1)
+        divided = arguments["logits"] / torch.where(by == 0.0, 1.0, by)
+        for row in torch.isfinite(cutoff[: len(divided)]).nonzero().flatten().tolist():
+            kept = divided[row][divided[row] >= cutoff[row]].sort().values
+            cutoff[row] = kept[min(1, len(kept) - 1)]
+
+    return _after(top_k_top_p.cut_to_top, raise_cutoffs)
+
+
+@contextmanager
+def _cutoffs_of_another_row() -> Iterator[None]:
+    settle = Narrowing.settle
+
+    def faulty(self: Narrowing, logits: Tensor, logit_rows: Tensor) -> None:
+        self.cutoff = self.cutoff[: len(logits)].flip(0)
+        settle(self, logits, logit_rows)
+
+    with patch.object(Narrowing, "settle", faulty):
+        yield
+
+
+def _min_p_ignored() -> AbstractContextManager[object]:
+    return patch.object(min_p.MinP, "wants", lambda self, rows: False)
+
+
+@contextmanager
+def _logprobs_of_processed_logits() -> Iterator[None]:
+    # A class attribute shadows nothing: each instance has its own, so its setting is intercepted.
+    of_processed = property(lambda self: True, lambda self, value: None)
+    with patch.object(SampledLogprobs, "of_processed", of_processed, create=True):
+        yield
+
+
+@contextmanager
+def _prompt_logprobs_shifted() -> Iterator[None]:
+    score_chunk = PromptLogprobs._score_chunk
+
+    def faulty(self: PromptLogprobs, *args: Any) -> None:
+        *others, logits = args
+        score_chunk(self, *others, logits.roll(1, dims=0))
+
+    with patch.object(PromptLogprobs, "_score_chunk", faulty):
+        yield
+
+
 MUTANTS = (
     Mutant(
         id="stale-row",
@@ -229,5 +356,83 @@ MUTANTS = (
         case="lifecycle.preemption",
         first="slots",
         apply=_resumed_keeps_old_block,
+    ),
+    Mutant(
+        id="penalties-one-step-late",
+        title="the last output is not counted by penalties",
+        case="sampling.presence_penalty",
+        first="processed_logits",
+        apply=_penalties_one_step_late,
+    ),
+    Mutant(
+        id="prompt-spared-by-repetition-penalty",
+        title="a repetition penalty counts outputs only",
+        case="sampling.repetition_penalty",
+        first="processed_logits",
+        apply=_prompt_spared_by_repetition_penalty,
+    ),
+    Mutant(
+        id="stops-held-one-step-longer",
+        title="stop tokens are masked for one output too many",
+        case="sampling.min_tokens",
+        first="processed_logits",
+        apply=_stops_held_one_step_longer,
+    ),
+    Mutant(
+        id="bad-words-one-token-late",
+        title="the beginning of a bad word is looked for one token early",
+        case="sampling.bad_words",
+        first="processed_logits",
+        apply=_bad_words_one_token_late,
+    ),
+    Mutant(
+        id="bias-by-batch-position",
+        title="biases are looked up by batch position in place of the row",
+        case="sampling.logit_bias",
+        first="processed_logits",
+        apply=_bias_by_batch_position,
+    ),
+    Mutant(
+        id="allowed-tokens-of-another-row",
+        title="a request is given the allowed tokens of a neighbour",
+        case="sampling.allowed_tokens",
+        first="processed_logits",
+        apply=_allowed_tokens_of_another_row,
+    ),
+    Mutant(
+        id="top-p-one-token-short",
+        title="top-p leaves out the last token that it should keep",
+        case="sampling.top_p",
+        first="processed_logits",
+        apply=_top_p_one_token_short,
+    ),
+    Mutant(
+        id="cutoffs-of-another-row",
+        title="logits are cut off where a neighbour's should be",
+        case="sampling.top_k",
+        first="processed_logits",
+        apply=_cutoffs_of_another_row,
+    ),
+    Mutant(
+        id="min-p-ignored",
+        title="min-p is accepted and does nothing",
+        case="sampling.min_p",
+        first="processed_logits",
+        apply=_min_p_ignored,
+        verdict=Verdict.IGNORED,
+    ),
+    Mutant(
+        id="logprobs-of-processed-logits",
+        title="logprobs are those of the divided logits",
+        case="logprobs.of_random_draws",
+        first="logprobs",
+        apply=_logprobs_of_processed_logits,
+    ),
+    Mutant(
+        id="prompt-logprobs-shifted",
+        title="each prompt token is scored by the logits of the one before",
+        case="logprobs.of_prompts",
+        first=OF_PROMPTS,
+        apply=_prompt_logprobs_shifted,
     ),
 )

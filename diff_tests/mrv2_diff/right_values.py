@@ -118,8 +118,8 @@ class Processed:
 
     @property
     def weightless(self) -> BoolArray:
-        """[vocab_size]. Tokens whose probability float32 may hold as 0; nobody draws them."""
-        return self.values < self.values.max() - LIGHTEST
+        """[vocab_size]. Tokens that are not cut and whose probability float32 may hold as 0."""
+        return np.isfinite(self.values) & (self.values < self.values.max() - LIGHTEST)
 
 
 def processed_logits(

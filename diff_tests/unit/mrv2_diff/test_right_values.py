@@ -87,6 +87,11 @@ def test_equal_logits_are_kept_or_cut_together() -> None:
     assert _values(tied, temperature=1.0, top_p=0.1) == [2.0, CUT, 2.0, CUT, CUT]
 
 
+def test_what_is_cut_is_not_called_weightless() -> None:
+    processed = _processed((100.0, 3.0, 99.0, 19.0, 21.0), allowed_token_ids=(0, 3, 4))
+    assert processed.weightless.tolist() == [False, False, False, True, False]
+
+
 def test_a_row_that_is_cut_whole_stays_cut() -> None:
     given = {"allowed_token_ids": (1,), "bad_words": ((1,),)}
     assert _values(**given) == [CUT] * 5
