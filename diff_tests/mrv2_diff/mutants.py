@@ -271,9 +271,10 @@ def _logprobs_of_processed_logits() -> Iterator[None]:
 def _prompt_logprobs_shifted() -> Iterator[None]:
     score_chunk = PromptLogprobs._score_chunk
 
-    def faulty(self: PromptLogprobs, *args: Any) -> None:
-        *others, logits = args
-        score_chunk(self, *others, logits.roll(1, dims=0))
+    def faulty(
+        self: PromptLogprobs, prompt: Any, scores: Any, row: int, first: int, logits: Tensor
+    ) -> None:
+        score_chunk(self, prompt, scores, row, first, logits.roll(1, dims=0))
 
     with patch.object(PromptLogprobs, "_score_chunk", faulty):
         yield

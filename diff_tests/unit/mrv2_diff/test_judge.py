@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from mrv2_diff.case import Abort, Add, Case, EngineSpec
+from mrv2_diff.case import Abort, Add, Case, Departure, EngineSpec
 from mrv2_diff.compare.right import RightRows
 from mrv2_diff.compare.tally import CHAIN, Place, Tally
 from mrv2_diff.judge import (
@@ -353,3 +353,89 @@ def test_a_workload_says_who_is_greedy_and_who_asked_for_logprobs() -> None:
     expected = expectations((*EVENTS, Abort(step=2, req_id="a")))
     assert expected.greedy == {"a"}
     assert expected.num_logprobs == {"a": 3, "b": None}
+
+
+# Right values.
+
+
+def _drawn_with_top_k(**changes: Any) -> Case:
+    """Return a case whose random request keeps the three likeliest tokens."""
+    cut = dataclasses.replace(EVENTS[1], options=(("top_k", 3),))
+    return dataclasses.replace(CASE, workload=lambda: (EVENTS[0], cut), **changes)
+
+
+def _cut(step: Observation, least: float) -> Observation:
+    """Return a step whose second row is cut below a logit."""
+    processed = step.processed_logits.clone()
+    processed[1][processed[1] < least] = -float("inf")
+    return dataclasses.replace(step, processed_logits=processed)
+
+
+def _steps(case: Case, reference: Observation, candidate: Observation) -> tuple[Verdict, str]:
+    outcome = _outcome()
+    outcome.modes.append("forced")
+    right = _right(outcome, case)
+    for step in range(3):
+        add_step(outcome, Place("forced", step), EXPECTED, reference, candidate, right)
+        add_ledgers(outcome, Place("forced", step), LEDGERS)
+    return judge(case, outcome)
+
+
+DEPARTURES = [Verdict.REFERENCE_WRONG, Verdict.KNOWN_DIFFERENCE]
+
+
+def _departing(verdict: Any) -> Case:
+    departure = Departure(value="processed_logits", verdict=verdict, why="as the record says")
+    return _drawn_with_top_k(departure=departure)
+
+
+def test_a_parameter_that_both_apply_matches(observe: Observe) -> None:
+    step = _cut(observe(num_logprobs=3), 4.0)
+    assert _steps(_drawn_with_top_k(), step, step)[0] is Verdict.MATCH
+
+
+def test_a_fault_that_both_share_is_seen(observe: Observe) -> None:
+    step = _cut(observe(num_logprobs=3), 5.0)  # two tokens are left in place of three
+    verdict, summary = _steps(_drawn_with_top_k(), step, step)
+    assert verdict is Verdict.WRONG_VALUE
+    assert "right_values of b at 1 is -inf, right is 4.0" in summary
+
+
+@pytest.mark.parametrize("both", [True, False])
+def test_a_parameter_without_effect_was_ignored(observe: Observe, both: bool) -> None:
+    step = observe(num_logprobs=3)
+    reference = step if both else _cut(step, 4.0)
+    verdict, summary = _steps(_drawn_with_top_k(), reference, step)
+    assert verdict is Verdict.IGNORED
+    assert "top_k in the candidate" in summary
+    assert ("top_k in V1" in summary) == both
+
+
+def test_a_parameter_that_could_change_nothing_proves_nothing(observe: Observe) -> None:
+    plain = dataclasses.replace(EVENTS[1], options=(("min_tokens", 0), ("logit_bias", ((1, 0.0),))))
+    case = dataclasses.replace(CASE, workload=lambda: (EVENTS[0], plain))
+    verdict, summary = _steps(case, observe(num_logprobs=3), observe(num_logprobs=3))
+    assert verdict is Verdict.MISSING
+    assert "logit_bias" in summary
+
+
+@pytest.mark.parametrize("verdict", DEPARTURES)
+def test_only_a_reference_that_is_off_beside_a_right_candidate_departs(
+    observe: Observe, verdict: Verdict
+) -> None:
+    step = observe(num_logprobs=3)
+    right, wrong = _cut(step, 4.0), _cut(step, 5.0)
+    found, summary = _steps(_departing(verdict), wrong, right)
+    assert found is verdict
+    assert summary.startswith("in 3 rows of processed_logits only V1 is off")
+    assert _steps(_departing(verdict), right, right)[0] is Verdict.MISSING
+    assert _steps(_departing(verdict), wrong, wrong)[0] is Verdict.WRONG_VALUE
+    assert _steps(_departing(verdict), right, wrong)[0] is Verdict.WRONG_VALUE
+
+
+@pytest.mark.parametrize("verdict", DEPARTURES)
+def test_a_departure_excuses_no_other_row(observe: Observe, verdict: Verdict) -> None:
+    step = observe(num_logprobs=3)
+    candidate = _cut(step, 4.0)
+    candidate.processed_logits[0, 0] += 1.0
+    assert _steps(_departing(verdict), _cut(step, 5.0), candidate)[0] is Verdict.WRONG_VALUE
