@@ -166,8 +166,15 @@ class Case:
 
     @property
     def against_itself(self) -> bool:
-        """Whether the reference can be compared with itself: it is not known to be wrong here."""
-        return self.departure is None and self.apart is None
+        """Whether the reference can be compared with itself.
+
+        Not where it is known to be wrong, nor with a thinking budget: V1 counts sections anew when
+        a request misses a step, as it does beside other neighbours.
+        """
+        if self.departure is not None or self.apart is not None:
+            return False
+        adds = [event for event in self.workload() if isinstance(event, Add)]
+        return not any("thinking_token_budget" in add.further for add in adds)
 
     @property
     def deterministic(self) -> bool:

@@ -44,7 +44,8 @@ another mrv2, vLLM or torch.
 The last line is `parity: N cases, N match, ...`.
 
 exit codes:
-  0    at least one case ran, and every case passed (match, near tie, known difference)
+  0    at least one case ran, and every case passed (match, near tie, known difference,
+       reference wrong, reference crashed)
   1    a case failed, or gave no record
   2    bad input: an unknown name, no model, a folder that cannot be written
   130  interrupted; the records written so far are whole""",

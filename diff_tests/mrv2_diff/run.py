@@ -167,6 +167,7 @@ class _Bench:
         values = right_values_of(case, outcome.effects)
         if values is not None:
             values.markers = engine.markers
+            values.spares_weightless = self._request.pair[1] != "v1"
 
         def listen(report: StepReport) -> None:
             place.step = report.number

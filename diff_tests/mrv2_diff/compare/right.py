@@ -62,6 +62,8 @@ class RightRows:
     logprobs_mode: str = "raw_logprobs"
     effects: Effects = field(default_factory=Effects)
     departure: Departure | None = None
+    spares_weightless: bool = True
+    """Whether the candidate keeps what has no probability in float32; V1 may cut it."""
     histories: dict[str, History] = field(default_factory=dict)
     markers: Markers | None = None
 
@@ -206,7 +208,10 @@ def compare_right(
             _note_unknown(right, side, req_id, logits, processed[row])
             continue
         if side == "candidate":
-            given = excused(expected.undecided, expected.values, processed[row])
+            undecided = expected.undecided
+            if not right.spares_weightless:
+                undecided = undecided | expected.weightless
+            given = excused(undecided, expected.values, processed[row])
             tally.close(
                 VALUE, place, [req_id], expected.values[None], given[None], expected.size[None]
             )
