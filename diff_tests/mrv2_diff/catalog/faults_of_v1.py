@@ -2,9 +2,8 @@
 
 from dataclasses import replace
 
-from mrv2_diff.case import Add, Apart, Case, Departure, Event, Variant
+from mrv2_diff.case import Add, Apart, Case, Event, Variant
 from mrv2_diff.catalog.prompts import CHUNKED, ROOMY, prompt
-from mrv2_diff.verdict import Verdict
 
 
 def _seeded_chunks() -> tuple[Event, ...]:
@@ -36,24 +35,6 @@ def _drafts() -> tuple[Event, ...]:
             seed=5 if index % 2 else None,
         )
         for index in range(6)
-    )
-
-
-def _given_beside_counts() -> tuple[Event, ...]:
-    wishes: tuple[tuple[int | None, tuple[int, ...] | None], ...] = (
-        (4, None), (None, (3, 250, 0)), (0, None), (None, None), (None, (9,)), (-1, None),
-    )  # fmt: skip
-    return tuple(
-        Add(
-            step=2 * index,
-            req_id=f"wishes-{index}",
-            prompt=prompt(740 + index, 10 + index),
-            max_tokens=16,
-            temperature=0.9 if index % 2 else 0.0,
-            logprobs=count,
-            options=() if token_ids is None else (("logprob_token_ids", token_ids),),
-        )
-        for index, (count, token_ids) in enumerate(wishes)
     )
 
 
@@ -98,19 +79,6 @@ CASES = (
             candidate=Variant(runner="mrv2"),
             right=Variant(runner="v1"),
             why="V1's drafts change greedy tokens; mrv2 refuses drafts and gives V1's without them",
-        ),
-    ),
-    Case(
-        id="logprobs.given_beside_counts",
-        area="logprobs",
-        feature="logprobs",
-        title="Requests that name tokens beside requests that want the likeliest",
-        engine=ROOMY,
-        workload=_given_beside_counts,
-        departure=Departure(
-            value="logprobs",
-            verdict=Verdict.REFERENCE_WRONG,
-            why="V1 gives such neighbours no likeliest tokens, decision 0017",
         ),
     ),
 )
