@@ -41,9 +41,9 @@ print(mrv2.__file__, mrv2_compat.__file__, vllm.__file__)
 ' || failed+=(environment)
 
 test="$python -m pytest -m gpu --tb=short --durations=5 --continue-on-collection-errors"
-part kernels 240 $test diff_tests/test_ops.py diff_tests/unit diff_tests/gpu/test_draw.py &
+part kernels 330 $test diff_tests/test_ops.py diff_tests/unit diff_tests/gpu/test_draw.py &
 kernels=$!
-part engines 270 $test diff_tests/gpu/test_engines.py || failed+=(engines)
+part engines 300 $test diff_tests/gpu/test_engines.py || failed+=(engines)
 wait $kernels || failed+=(kernels)
 part times 220 "$python" diff_tests/gpu/step_times.py "$OUT/step_times.json" || failed+=(times)
 part sampling 200 "$python" diff_tests/gpu/bench_sampling.py "$OUT/sampling.json" \

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from mrv2.config import RunnerConfig
+from mrv2.errors import CapacityError
 from mrv2.memory.transfers import Transfers
 from mrv2.plan import Arrival, Sampling
 from mrv2.sampling.columns import DrawColumns
@@ -119,7 +120,15 @@ class Sampler:
             logits: [num_logits, vocab_size], any float dtype; float32 logits may be overwritten.
                 Columns are contiguous.
             view: Whose logits these are.
+
+        Raises:
+            CapacityError: There are more logits than a step has tokens.
         """
+        if len(logits) > len(self._no_cutoff):
+            raise CapacityError(
+                f"{len(logits)} logits are to be drawn from; max_num_tokens is "
+                f"{len(self._no_cutoff)}"
+            )
         wishes = self._wishes_of(view.rows_np)
         wants_processed = wishes.logprobs and self._logprobs.of_processed
         narrowing = Narrowing(self._no_division, self._no_cutoff, len(logits))

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from mrv2.config import LogprobsMode, RunnerConfig
-from mrv2.errors import ConfigError
+from mrv2.errors import CapacityError, ConfigError
 from mrv2.memory.transfers import Transfers
 from mrv2.plan import Arrival, Sampling
 from mrv2.sampling.columns import GREEDY_BELOW
@@ -44,7 +44,7 @@ def sampler_with(
     config = RunnerConfig(
         device=transfers.device,
         max_num_reqs=9,
-        max_num_tokens=9,
+        max_num_tokens=64,
         max_model_len=16,
         vocab_size=VOCAB,
         kv_groups=(),
@@ -279,6 +279,11 @@ def test_no_logits() -> None:
     output = sampler_with({0: Sampling(temperature=0.5, num_logprobs=3)})(some_logits(0), view([]))
     assert output.token_ids.shape == (0,)
     assert output.logprobs is None
+
+
+def test_more_logits_than_a_step_has_tokens_are_refused() -> None:
+    with pytest.raises(CapacityError, match="65 logits.*max_num_tokens is 64"):
+        sampler_with({0: Sampling()})(some_logits(65), view([0] * 65))
 
 
 @pytest.mark.gpu
