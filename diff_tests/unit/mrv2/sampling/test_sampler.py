@@ -282,7 +282,7 @@ def test_no_logits() -> None:
 
 
 def test_more_logits_than_a_step_has_tokens_are_refused() -> None:
-    with pytest.raises(CapacityError, match="65 logits.*max_num_tokens is 64"):
+    with pytest.raises(CapacityError, match=r"65 logits.*max_num_tokens is 64"):
         sampler_with({0: Sampling()})(some_logits(65), view([0] * 65))
 
 
