@@ -27,7 +27,9 @@ LONG = [(37 * place + 5) % 256 for place in range(100)]
 
 def ask(prompt, *kinds):
     params = [
-        SamplingParams(max_tokens=2, temperature=0, ignore_eos=True, detokenize=False, **kind)
+        SamplingParams(
+            **{"max_tokens": 2, "temperature": 0, "ignore_eos": True, "detokenize": False, **kind}
+        )
         for kind in kinds
     ]
     prompts = [{"prompt_token_ids": prompt}] * len(params)
@@ -54,6 +56,14 @@ answers["one"] = ask([7], {"prompt_logprobs": 2})
 answers["drawn"] = ask(LONG[:-1], {"logprobs": 20})
 answers["mixed"] = ask(LONG, {"logprobs": 4}, {"logprob_token_ids": [3, 250, 9]}, {"logprobs": 0})
 answers["alone"] = ask(LONG, {"logprobs": 4})
+answers["after"] = ask(LONG, {})
+OTHER = LONG[::-1]
+answers["cold"] = ask(OTHER, {"prompt_logprobs": 1})
+answers["warm"] = ask(OTHER, {})
+answers["again"] = ask(OTHER, {"prompt_logprobs": 1})
+(own,) = ask(LONG[:30], {"max_tokens": 60})
+answers["own"] = own["tokens"]
+answers["own scored"] = ask(LONG[:30] + own["tokens"], {"prompt_logprobs": 0, "max_tokens": 1})
 print("ANSWERS " + json.dumps(answers))
 """
 PROMPT = [(37 * place + 5) % 256 for place in range(100)]
@@ -106,6 +116,31 @@ def test_a_scored_prompt_reads_nothing_from_the_cache(answers: Any) -> None:
     assert answers["read"][0]["cached"] >= 64, "the prompt was not cached: nothing is shown"
     assert [answer["cached"] for answer in answers["scored"]] == [0, 0]
     assert all(answer["tokens"] == answers["plain"][0]["tokens"] for answer in answers["scored"])
+
+
+def test_requests_around_a_scored_one_use_the_cache_and_its_values_are_a_cold_runs(
+    answers: Any,
+) -> None:
+    (after,), (cold,), (warm,), (again,) = (
+        answers[name] for name in ("after", "cold", "warm", "again")
+    )
+    assert after["cached"] >= 64
+    assert warm["cached"] >= 64, "what a scored prompt computed is there for others"
+    assert (cold["cached"], again["cached"]) == (0, 0)
+    assert len(cold["prompt"]) == len(PROMPT)
+    for one, other in zip(cold["prompt"], again["prompt"], strict=True):
+        assert [(token, rank) for token, _, rank in one] == [(t, rank) for t, _, rank in other]
+        assert [v for _, v, _ in one] == pytest.approx([v for _, v, _ in other], abs=1e-4)
+
+
+def test_greedy_tokens_are_the_likeliest_when_they_are_scored_as_a_prompt(answers: Any) -> None:
+    (scored,) = answers["own scored"]
+    assert len(answers["own"]) == 60
+    assert len(scored["prompt"]) == 90
+    rows = scored["prompt"][30:]
+    assert [[(token, rank) for token, _, rank in row] for row in rows] == [
+        [(token, 1)] for token in answers["own"]
+    ]
 
 
 def test_the_last_prompt_token_scores_as_a_drawn_one_does(answers: Any) -> None:
