@@ -155,6 +155,15 @@ def test_architecture_names_what_exists_and_every_module_of_the_runner_and_adapt
     assert not sorted(modules - paths), "give these a line in the tree of docs/architecture.md"
 
 
+def test_architecture_names_every_op_and_no_other() -> None:
+    sources = (path.read_text() for path in (ROOT / "mrv2").rglob("*.py"))
+    ops = {name for source in sources for name in re.findall(r'TwinOp\(\s*"([\w.]+)"', source)}
+    assert len(ops) > 20
+    tables = (ROOT / "docs" / "architecture.md").read_text().split("| what | ops |")[1]
+    named = re.findall(r"`([\w.]+)`", tables.partition("\n\n")[0])
+    assert sorted(named) == sorted(ops)
+
+
 def test_a_tree_is_read_by_its_indent() -> None:
     text = "```\na/        x\n  b/\n    c.py    y\n  d.py  z\n\ne/f/\n  g.py\n```"
     assert tree_paths(text) == {"a/", "a/b/", "a/b/c.py", "a/d.py", "e/f/", "e/f/g.py"}
