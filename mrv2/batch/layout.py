@@ -4,7 +4,6 @@ Host arithmetic alone.
 """
 
 from dataclasses import dataclass
-from operator import sub
 
 import numpy as np
 import numpy.typing as npt
@@ -21,8 +20,6 @@ class BatchLayout:
     Host values only; not frozen, since one is built at every step.
     """
 
-    scheduled: Scheduled
-    """What was laid out."""
     req_ids: list[str]
     rows: Int32
     """[num_reqs]. Batch position -> state row."""
@@ -42,17 +39,15 @@ class BatchLayout:
     is uploaded. The latter two are views of it."""
     logit_rows: Int32
     """[num_logits]. Logit -> state row."""
+    num_reqs: int
     num_tokens: int
     num_logits: int
     max_query_len: int
     max_seq_len: int
     max_num_logits: int
     """Logits of the request that wants most."""
-
-    @property
-    def num_reqs(self) -> int:
-        """Requests in the batch."""
-        return len(self.req_ids)
+    total_known: int
+    """Sum of what is known of each request, `Scheduled.num_known_tokens`."""
 
 
 def section_len(num_reqs: int) -> int:
@@ -86,7 +81,6 @@ def layout_batch(scheduled: Scheduled, rows: Int32) -> BatchLayout:
     np.add.accumulate(query_lens, out=query_start_loc[1:])
     np.add.accumulate(draws, out=cu_num_logits[1:], dtype=np.int32)
     return BatchLayout(
-        scheduled=scheduled,
         req_ids=scheduled.req_ids,
         rows=rows,
         query_lens=query_lens,
@@ -96,32 +90,37 @@ def layout_batch(scheduled: Scheduled, rows: Int32) -> BatchLayout:
         cu_num_logits=cu_num_logits,
         packed=packed,
         logit_rows=rows[draws],
+        num_reqs=num_reqs,
         num_tokens=int(query_start_loc[-1]),
         num_logits=int(cu_num_logits[-1]),
         max_query_len=int(query_lens.max()),
         max_seq_len=int(seq_lens.max()),
         max_num_logits=1,
+        total_known=int(num_known_tokens.sum(dtype=np.int64)),
     )
 
 
 def is_next_decode(layout: BatchLayout, scheduled: Scheduled) -> bool:
     """Say whether a step is the plain decode that follows another.
 
-    It is if the same requests run in the same order, each the token that it drew before.
+    It is if the same requests run in the same order, each the token that it drew before. This is
+    asked in every step, so counts are compared by their sums. That is exact for a plan that tells
+    the truth: no request can have run more than it drew, or know less than the token that it runs,
+    so no two differences make up for each other.
 
     Args:
         layout: The step before.
         scheduled: The step in question.
     """
-    previous = layout.scheduled
+    num_reqs, total_known = layout.num_reqs, layout.total_known
     return (
         layout.max_query_len == 1
-        and layout.num_logits == layout.num_reqs
-        and scheduled.req_ids == previous.req_ids
-        and scheduled.num_tokens == previous.num_tokens
-        and scheduled.num_computed_tokens == previous.num_known_tokens
-        and list(map(sub, scheduled.num_known_tokens, scheduled.num_computed_tokens))
-        == scheduled.num_tokens
+        and layout.num_logits == num_reqs
+        and scheduled.req_ids == layout.req_ids
+        and scheduled.num_tokens.count(1) == len(scheduled.num_tokens) == num_reqs
+        and len(scheduled.num_computed_tokens) == len(scheduled.num_known_tokens) == num_reqs
+        and sum(scheduled.num_computed_tokens) == total_known
+        and sum(scheduled.num_known_tokens) == total_known + num_reqs
     )
 
 
@@ -131,7 +130,6 @@ def lay_out_next_decode(layout: BatchLayout, scheduled: Scheduled) -> BatchLayou
     Only the lengths differ, by one. `packed` is the same object, which need not be uploaded again.
     """
     return BatchLayout(
-        scheduled=scheduled,
         req_ids=scheduled.req_ids,
         rows=layout.rows,
         query_lens=layout.query_lens,
@@ -141,9 +139,11 @@ def lay_out_next_decode(layout: BatchLayout, scheduled: Scheduled) -> BatchLayou
         cu_num_logits=layout.cu_num_logits,
         packed=layout.packed,
         logit_rows=layout.logit_rows,
+        num_reqs=layout.num_reqs,
         num_tokens=layout.num_tokens,
         num_logits=layout.num_logits,
         max_query_len=1,
         max_seq_len=layout.max_seq_len + 1,
         max_num_logits=1,
+        total_known=layout.total_known + layout.num_reqs,
     )

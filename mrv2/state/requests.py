@@ -16,6 +16,8 @@ from mrv2.memory.staged import StagedWriteTensor
 from mrv2.memory.transfers import Transfers
 from mrv2.plan import Arrival
 
+Int32 = npt.NDArray[np.int32]
+
 
 class RequestColumns:
     """Tokens and counters, a row for each request.
@@ -36,9 +38,11 @@ class RequestColumns:
         )
         self.prompt_len = MirroredTensor(max_num_reqs, torch.int32, transfers)
         """How many of a row's tokens are its prompt; those behind it are output."""
-        self._counted = np.zeros(max_num_reqs, dtype=np.int32)
-        """What the device will count once everything queued has run.
-        It tells when the scheduler disagrees."""
+        self._settled = np.zeros(max_num_reqs, dtype=np.int32)
+        self._advance: tuple[Int32, Int32] | None = None
+        self._num_advances = 0
+        """How often the last advance is to be added to `_settled`: a batch that only decodes on
+        advances by the same arrays in each step, and nobody asks in between."""
 
     def admit(self, row: int, arrival: Arrival) -> None:
         """Stage the known tokens and the progress of a request that arrived."""
@@ -59,9 +63,7 @@ class RequestColumns:
         self.prompt_len.flush()
         self.num_computed_tokens.apply_write()
 
-    def agree(
-        self, rows: npt.NDArray[np.int32], num_computed_tokens: npt.NDArray[np.int32]
-    ) -> None:
+    def agree(self, rows: Int32, num_computed_tokens: Int32) -> None:
         """Stage the scheduler's progress for each row where the device counts something else.
 
         Args:
@@ -73,9 +75,32 @@ class RequestColumns:
             for index in np.flatnonzero(differs):
                 self._stage_progress(int(rows[index]), int(num_computed_tokens[index]))
 
-    def advance(self, rows: npt.NDArray[np.int32], num_tokens: npt.NDArray[np.int32]) -> None:
-        """Note that a queued step will run `num_tokens` [num_reqs] int32 more of each row."""
-        self._counted[rows] += num_tokens
+    def advance(self, rows: Int32, num_tokens: Int32) -> None:
+        """Note that a queued step will run `num_tokens` [num_reqs] int32 more of each row.
+
+        The arrays are kept: they must not change.
+        """
+        last = self._advance
+        if last is None or last[0] is not rows or last[1] is not num_tokens:
+            self._settle()
+            self._advance = rows, num_tokens
+        self._num_advances += 1
+
+    @property
+    def _counted(self) -> Int32:
+        """[max_num_reqs]. What the device will count once everything queued has run.
+
+        It tells when the scheduler disagrees.
+        """
+        self._settle()
+        return self._settled
+
+    def _settle(self) -> None:
+        if self._advance is not None:
+            rows, num_tokens = self._advance
+            self._settled[rows] += self._num_advances * num_tokens
+            self._advance = None
+            self._num_advances = 0
 
     def _stage_progress(self, row: int, num_computed_tokens: int) -> None:
         self.num_computed_tokens.stage_write(row, 0, (num_computed_tokens,))

@@ -97,8 +97,44 @@ def test_the_next_decode_is_laid_out_as_from_nothing() -> None:
             num_computed_tokens=[5, 10],
             num_known_tokens=[6, 12],
         ),
+        Scheduled(
+            req_ids=["x", "y"],
+            num_tokens=[1, 1],
+            num_computed_tokens=[5, 10],
+            num_known_tokens=[6, 12],
+        ),
+        Scheduled(
+            req_ids=["x", "y"],
+            num_tokens=[1, 1],
+            num_computed_tokens=[5, 10],
+            num_known_tokens=[6, 10],
+        ),
+        Scheduled(
+            req_ids=["x", "y"],
+            num_tokens=[1, 1],
+            num_computed_tokens=[5, 10],
+            num_known_tokens=[17],
+        ),
+        Scheduled(
+            req_ids=["x", "y"],
+            num_tokens=[1, 1],
+            num_computed_tokens=[15],
+            num_known_tokens=[6, 11],
+        ),
     ],
-    ids=["order", "names", "fewer", "stays", "jumps", "does not draw", "runs two"],
+    ids=[
+        "order",
+        "names",
+        "fewer",
+        "stays",
+        "jumps",
+        "draws nothing",
+        "runs two",
+        "one draws",
+        "runs an unknown token",
+        "one count for two",
+        "one start for two",
+    ],
 )
 def test_any_other_step_is_no_next_decode(scheduled: Scheduled) -> None:
     layout = layout_batch(decode(["x", "y"], [4, 9]), np.array([1, 2], dtype=np.int32))

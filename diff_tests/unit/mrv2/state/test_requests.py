@@ -71,3 +71,22 @@ def test_the_next_owner_of_a_row_states_its_progress_anew(columns: RequestColumn
     columns.flush()
     assert columns.num_computed_tokens.tensor[2] == 0
     assert columns.token_ids.tensor[2, :2].tolist() == [5, 6]
+
+
+def test_the_same_advance_counts_each_time_and_before_anything_else(
+    columns: RequestColumns,
+) -> None:
+    columns.admit(3, arrival([7, 8, 9], 0))
+    columns.admit(1, arrival([7, 8, 9], 0))
+    columns.flush()
+    batch, one_each = rows(3, 1), rows(1, 1)
+    for _ in range(5):
+        columns.advance(batch, one_each)
+    columns.advance(rows(1), rows(2))
+    columns.agree(rows(1, 3), rows(7, 5))
+    assert columns.num_computed_tokens.num_staged == 0
+    columns.advance(batch, one_each)
+    columns.evict(3)
+    columns.advance(batch[1:], one_each[1:])
+    columns.agree(rows(1, 3), rows(9, 0))
+    assert columns.num_computed_tokens.num_staged == 0
