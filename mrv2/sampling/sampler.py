@@ -210,6 +210,8 @@ def _writable(logits: Tensor, kept: Tensor | None) -> Tensor:
 def draw_unattached(logits: Tensor) -> Tensor:
     """Draw at random from logits that belong to no request, to warm up and to measure the peak.
 
+    Every row asks for what takes most memory, a stage that rewrites logits whose own are kept.
+
     Args:
         logits: [num_logits, vocab_size], any float dtype.
 
@@ -235,7 +237,13 @@ def draw_unattached(logits: Tensor) -> Tensor:
             prompt_len=1,
             num_computed_tokens=0,
             block_ids=(),
-            sampling=Sampling(temperature=1.0, seed=row),
+            sampling=Sampling(
+                temperature=1.0,
+                seed=row,
+                top_k=50,
+                frequency_penalty=0.1,
+                num_logprobs=1,
+            ),
         )
         requests.admit(row, arrival)
         sampler.admit(row, arrival)

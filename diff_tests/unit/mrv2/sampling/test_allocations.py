@@ -7,7 +7,7 @@ its launch, scratch included, and does not run it. So what is counted is what a 
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -27,7 +27,7 @@ from mrv2.sampling.likeliest import summarize_logits
 from mrv2.sampling.logprobs import gather_logprobs
 from mrv2.sampling.narrowing import Narrowing
 from mrv2.sampling.prompt_logprobs import CHUNK_BYTES, PromptLogprobs
-from mrv2.sampling.sampler import Sampler
+from mrv2.sampling.sampler import Sampler, draw_unattached
 from mrv2.sampling.stage import LogitsView, StageFactory, StageResources
 from mrv2.sampling.stages import STAGES
 from mrv2.state.requests import RequestColumns
@@ -258,6 +258,19 @@ def test_a_row_costs_what_its_wishes_need(case: Case) -> None:
 def test_what_a_draw_costs_does_not_depend_on_the_dtype(cuts: dict[str, Any]) -> None:
     rows = Rows(Sampling(**RANDOM, **cuts), BATCH, "raw_logprobs")
     assert peak_of_sampling(rows, BFLOAT16) == peak_of_sampling(rows, FLOAT32)
+
+
+@pytest.mark.parametrize("dtype", [FLOAT32, BFLOAT16], ids=str)
+def test_the_profiled_draw_takes_what_any_batch_takes(dtype: torch.dtype) -> None:
+    logits = torch.empty((BATCH, VOCAB), dtype=dtype, device=META)
+    with DeviceMemory() as memory:
+        draw_unattached(logits)
+    profiled = int(memory.peak)
+    for name, case in CASES.items():
+        for mode in get_args(LogprobsMode):
+            rows = Rows(Sampling(**case.asks), BATCH, mode)
+            peak = peak_of_sampling(rows, dtype)
+            assert peak + PENALTY_SCRATCH <= profiled + BATCH * LOGPROBS, (name, mode)
 
 
 def test_penalties_cost_their_scratch_once_whatever_the_batch() -> None:
