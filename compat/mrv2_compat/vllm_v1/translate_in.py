@@ -8,6 +8,7 @@ arrives.
 
 import hashlib
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from operator import add
 
 from vllm.sampling_params import SamplingParams
@@ -156,6 +157,9 @@ def _announce(
         )
     params = request.sampling_params
     sampling = sampling_of(params, engine_seed, ledger.num_announced, vocab_size)
+    if request.req_id in ledger:
+        # A session's next turn: as in V1, prompt logprobs are those of its first one.
+        sampling = replace(sampling, num_prompt_logprobs=None)
     ledger.announce(
         request.req_id,
         KnownRequest(

@@ -238,6 +238,18 @@ def test_a_new_request_whose_id_is_live_replaces_it(adapter: Adapter) -> None:
     assert rows(plan) == [("a", 2, 2, 4)]
 
 
+def test_prompt_logprobs_of_a_session_are_those_of_its_first_turn(adapter: Adapter) -> None:
+    # The next turn begins behind tokens that are computed: their logprobs could not be had.
+    first = adapter.step({"a": 2}, new=[new("a", [5, 6], prompt_logprobs=1, logprobs=2)])
+    longer = new("a", [5, 6, 40, 3], num_computed=2, prompt_logprobs=1, logprobs=2)
+    second = adapter.step({"a": 2}, new=[longer])
+    assert first.arrivals[0].sampling.num_prompt_logprobs == 1
+    assert second.arrivals[0].sampling.num_prompt_logprobs is None
+    assert second.arrivals[0].sampling.num_logprobs == 2
+    again = adapter.step({"a": 2}, new=[new("a", [5, 6], prompt_logprobs=1)], finished=["a"])
+    assert again.arrivals[0].sampling.num_prompt_logprobs == 1, "another request of that id"
+
+
 def test_finished_requests_are_forgotten_and_unknown_ids_are_skipped(adapter: Adapter) -> None:
     adapter.step({"a": 2}, new=[new("a", [5, 6])])
     plan = adapter.step({}, finished=["a", "never-ran"])
