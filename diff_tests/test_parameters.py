@@ -220,6 +220,14 @@ OUR_OWN: list[tuple[dict[str, Any], str]] = [
         "bad_words forbid every one of allowed_token_ids",
     ),
     (
+        {"allowed_token_ids": [LETTER, EOS_ID], "bad_words": ["a"], "min_tokens": 1},
+        "min_tokens is 1 and forbids every one of allowed_token_ids",
+    ),
+    (
+        {"bad_words": ["a"], "allowed_token_ids": [LETTER]},
+        "bad_words forbid every one of allowed_token_ids",
+    ),
+    (
         {"prompt_logprobs": 1, "skip_reading_prefix_cache": False},
         "skip_reading_prefix_cache is False",
     ),

@@ -8,6 +8,8 @@ values that it lets through and nobody can honour.
 from collections.abc import Iterable
 from typing import Any
 
+from vllm.tokenizers import cached_tokenizer_from_config
+
 from mrv2 import ConfigError, sampling_faults
 from mrv2_compat.vllm_v1.translate_in import sampling_of
 
@@ -32,7 +34,7 @@ def request_faults(params: Any, vllm_configs: Iterable[Any]) -> list[str]:
 def _faults(params: Any, vllm_config: Any) -> list[str]:
     model = vllm_config.model_config
     vocab_size = model.get_vocab_size()
-    completed = _with_eos(params, model)
+    completed = _completed(params, model)
     try:
         sampling = sampling_of(completed, 0, 0, vocab_size)
     except ConfigError as error:
@@ -51,20 +53,21 @@ def _faults(params: Any, vllm_config: Any) -> list[str]:
     return faults
 
 
-def _with_eos(params: Any, model_config: Any) -> Any:
-    """Return the parameters with the stop tokens that the engine will add.
+def _completed(params: Any, model_config: Any) -> Any:
+    """Return the parameters with what the engine will add: stop tokens, and ids of bad words.
 
-    They matter only where a request allows few tokens and forbids the end for a while.
+    They matter only where a request allows few tokens and forbids some, for a while or for good. A
+    request that leaves itself no token must not get as far as a step.
     """
-    if not params.min_tokens or params.allowed_token_ids is None:
+    if params.allowed_token_ids is None or not (params.min_tokens or params.bad_words):
         return params
-    sources = (
-        getattr(model_config.hf_text_config, "eos_token_id", None),
-        (model_config.try_get_generation_config() or {}).get("eos_token_id"),
-    )
+    tokenizer = cached_tokenizer_from_config(model_config)
     completed = params.clone()
     completed._all_stop_token_ids = set(params.all_stop_token_ids)
-    for source in sources:
-        if source is not None:
-            completed._all_stop_token_ids.update([source] if isinstance(source, int) else source)
+    completed.update_from_generation_config(
+        model_config.try_get_generation_config() or {},
+        None if tokenizer is None else tokenizer.eos_token_id,
+    )
+    if tokenizer is not None:
+        completed.update_from_tokenizer(tokenizer)
     return completed

@@ -8,6 +8,30 @@ import pytest
 pytestmark = pytest.mark.vllm
 
 
+class Letters:
+    """A tokenizer of single letters, the end of a text among its tokens."""
+
+    max_token_id = 99
+
+    def __init__(self, eos: int | None) -> None:
+        self.eos_token_id = eos
+
+    def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        """Return a token a letter, spaces left out."""
+        assert not add_special_tokens
+        return [ord(letter) - ord("a") for letter in text.strip()]
+
+
+@pytest.fixture(autouse=True)
+def _tokenizer(monkeypatch: pytest.MonkeyPatch) -> None:
+    from mrv2_compat.vllm_v1 import entrance
+
+    def of_engine(model_config: Any) -> Letters | None:
+        return None if model_config.eos == "no tokenizer" else Letters(model_config.eos)
+
+    monkeypatch.setattr(entrance, "cached_tokenizer_from_config", of_engine)
+
+
 def engine(
     vocab_size: int = 100, eos: object = 2, generation: dict[str, Any] | None = None
 ) -> SimpleNamespace:
@@ -15,7 +39,7 @@ def engine(
     return SimpleNamespace(
         model_config=SimpleNamespace(
             get_vocab_size=lambda: vocab_size,
-            hf_text_config=SimpleNamespace(eos_token_id=eos),
+            eos=eos,
             try_get_generation_config=lambda: generation or {},
         ),
         cache_config=SimpleNamespace(enable_prefix_caching=True),
@@ -56,7 +80,13 @@ def test_what_nobody_can_honour(asked: dict[str, Any], message: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("eos", "generation"), [([7, 2], None), (None, {"eos_token_id": 2}), (9, {"eos_token_id": [2]})]
+    ("eos", "generation"),
+    [
+        (2, None),
+        (None, {"eos_token_id": 2}),
+        (9, {"eos_token_id": [2]}),
+        ("no tokenizer", {"eos_token_id": 2}),
+    ],
 )
 def test_every_end_that_the_engine_will_know_counts(
     eos: object, generation: dict[str, Any] | None
@@ -64,6 +94,17 @@ def test_every_end_that_the_engine_will_know_counts(
     asked = {"allowed_token_ids": [2], "min_tokens": 1}
     assert len(faults(engine(eos=eos, generation=generation), **asked)) == 1
     assert faults(engine(eos=None), **asked) == []
+    assert faults(engine(eos="no tokenizer"), **asked) == []
+
+
+def test_bad_words_count_as_the_tokens_that_they_will_become() -> None:
+    asked: dict[str, Any] = {"allowed_token_ids": [5, 7], "bad_words": ["f", "h"]}
+    (fault,) = faults(**asked)
+    assert fault.startswith("bad_words forbid every one of allowed_token_ids")
+    (fault,) = faults(**asked | {"allowed_token_ids": [5, 2], "min_tokens": 1})
+    assert fault.startswith("min_tokens is 1 and forbids every one of allowed_token_ids that is")
+    assert faults(**asked | {"bad_words": ["f", "fh"]}) == []
+    assert faults(engine(eos="no tokenizer"), **asked) == [], "vLLM forbids nothing then"
 
 
 @pytest.mark.parametrize(
