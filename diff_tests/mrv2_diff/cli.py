@@ -18,6 +18,9 @@ from mrv2_diff.case import Case
 from mrv2_diff.harness import (
     MAX_BENCH_REQUESTS,
     MAX_BENCH_STEPS,
+    MAX_GROWTH,
+    MAX_HOST_COST_STEPS,
+    MAX_INVARIANCE_REQUESTS,
     MAX_RATIO,
     PAIRS,
     Harness,
@@ -88,7 +91,8 @@ def _parser() -> argparse.ArgumentParser:
     _add_bench(commands)
     _add_soak(commands)
     _add_replay(commands)
-    _add_command(commands, "invariance", help_texts.INVARIANCE)
+    _add_invariance(commands)
+    _add_host_cost(commands)
     _add_command(commands, "check-surface", help_texts.CHECK_SURFACE)
     return parser
 
@@ -185,6 +189,24 @@ def _add_soak(commands: "_Commands[argparse.ArgumentParser]") -> None:
 def _add_replay(commands: "_Commands[argparse.ArgumentParser]") -> None:
     replay = _add_command(commands, "replay", help_texts.REPLAY)
     replay.add_argument("file", type=Path, metavar="FILE", help="schedule that soak wrote")
+
+
+def _add_invariance(commands: "_Commands[argparse.ArgumentParser]") -> None:
+    invariance = _add_command(commands, "invariance", help_texts.INVARIANCE)
+    invariance.add_argument("--requests", type=_whole_number(MAX_INVARIANCE_REQUESTS), default=200,
+                            metavar="N", help=f"requests, 1 to {MAX_INVARIANCE_REQUESTS} "
+                            "(default: %(default)s)")  # fmt: skip
+
+
+def _add_host_cost(commands: "_Commands[argparse.ArgumentParser]") -> None:
+    cost = _add_command(commands, "host-cost", help_texts.HOST_COST)
+    cost.add_argument("--steps", type=_whole_number(MAX_HOST_COST_STEPS), default=100,
+                      metavar="N", help="steps of each batch size and round, 1 to "
+                      f"{MAX_HOST_COST_STEPS} (default: %(default)s)")  # fmt: skip
+    cost.add_argument("--max-growth", type=float, default=MAX_GROWTH, metavar="R",
+                      help="bound on the bookkeeping of 1,024 requests over that of 64 "
+                      "(default: %(default)s)")  # fmt: skip
+    cost.add_argument("--out", type=Path, metavar="FILE", help="where to write the curves, as SVG")
 
 
 def _minutes(text: str) -> float:
@@ -540,12 +562,29 @@ def _replay(arguments: argparse.Namespace, harness: Harness) -> int:
 
 
 def _invariance(arguments: argparse.Namespace, harness: Harness) -> int:
-    result = harness.invariance()
+    result = harness.invariance(arguments.requests)
     print(invariance_table(result))
     same = sum(row.num_same for row in result.rows)
     print(f"invariance: {same} of {result.num_requests * len(result.rows)} outputs as alone",
           flush=True)  # fmt: skip
     return EXIT_PASSED if result.passes else EXIT_FAILED
+
+
+def _host_cost(arguments: argparse.Namespace, harness: Harness) -> int:
+    out: Path | None = arguments.out
+    if out is not None:
+        with _telling_of(out):
+            _probe_file(out)
+    result = harness.host_cost(arguments.steps)
+    print(result.table)
+    print(
+        f"bookkeeping: 1,024 / 64 requests = {result.growth:.2f} "
+        f"(bound {arguments.max_growth:g})", flush=True
+    )  # fmt: skip
+    if out is not None:
+        with _telling_of(out):
+            out.write_text(result.picture)
+    return EXIT_PASSED if result.growth <= arguments.max_growth else EXIT_FAILED
 
 
 def _check_surface(arguments: argparse.Namespace, harness: Harness) -> int:
@@ -572,6 +611,7 @@ _COMMANDS = {
     "soak": _soak,
     "replay": _replay,
     "invariance": _invariance,
+    "host-cost": _host_cost,
     "check-surface": _check_surface,
 }
 

@@ -24,6 +24,12 @@ MAX_BENCH_REQUESTS = 1024
 """More would measure the tiny model's memory, not a runner."""
 MAX_BENCH_STEPS = 200
 """A request's prompt, its first steps (not measured) and these fit into the model's length."""
+MAX_HOST_COST_STEPS = 1000
+"""A request of the host-cost measurement is as long as its prompt and these."""
+MAX_GROWTH = 1.6
+"""Bound on bookkeeping at 1,024 decoding requests over that at 64. What grows is that the host's
+lists are gone through to see that nothing else changed."""
+MAX_INVARIANCE_REQUESTS = 1000
 MAX_RATIO = 0.6
 """Bound on our bookkeeping over V1's, at 64 decoding requests."""
 
@@ -48,6 +54,18 @@ class BenchResult:
     """Bookkeeping of ours over that of V1."""
     figures: Mapping[str, object]
     """What a file keeps: medians by runner and phase, and what they were measured on."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostCostResult:
+    """Host times of the core by batch size."""
+
+    table: str
+    """For people."""
+    growth: float
+    """Bookkeeping of a steady step of the largest batch over that of 64 requests."""
+    picture: str
+    """The curves, as SVG."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,8 +96,10 @@ class Harness:
     """Plays random schedules, and tells now and then how far it got."""
     replay: Callable[[Schedule], str | None]
     """Plays one schedule; returns how it fails, or None."""
-    invariance: Callable[[], InvarianceResult]
-    """Schedules the same requests in many ways."""
+    invariance: Callable[[int], InvarianceResult]
+    """Schedules so many requests in many ways."""
+    host_cost: Callable[[int], HostCostResult]
+    """Measures the core by batch size, over so many steps of each."""
 
 
 def installed_harness() -> Harness:
@@ -93,6 +113,7 @@ def installed_harness() -> Harness:
         soak=_soak,
         replay=_replay,
         invariance=_invariance,
+        host_cost=_host_cost,
     )
 
 
@@ -156,8 +177,15 @@ def _replay(schedule: Schedule) -> str | None:
     return replay(schedule)
 
 
-def _invariance() -> InvarianceResult:
+def _invariance(num_requests: int) -> InvarianceResult:
     process.prepare()
     from mrv2_diff.schedules.invariance import invariance  # imports torch and vLLM: seconds
 
-    return invariance()
+    return invariance(num_requests)
+
+
+def _host_cost(num_steps: int) -> HostCostResult:
+    from mrv2_diff.host_cost import growth, host_costs, picture, table  # imports torch
+
+    costs = host_costs(num_steps)
+    return HostCostResult(table=table(costs), growth=growth(costs), picture=picture(costs))

@@ -148,17 +148,39 @@ exit codes: 0 nothing is wrong, 1 it fails, 2 the file is no schedule.""",
 )
 
 INVARIANCE = HelpText(
-    short="schedule the same requests in many ways, and compare their tokens",
+    short="schedule the same requests in many ways, and compare what they return",
     long="""\
-Run requests with various sampling parameters alone, then together: in one batch, in chunks of three
-sizes, preempted at three points and for want of blocks, from a warm prefix cache, and with steps
-queued ahead. Print a line for each: how many requests returned what they return alone. vLLM's
-scheduler drives our runner; the model is HashLM, whose logits depend on every KV slot.""",
+Run requests alone, each with sampling parameters of its own drawn at random, then together: in one
+batch, in chunks of three sizes, preempted at three points and for want of blocks, from a warm
+prefix cache, and with steps queued ahead. Print a line for each: how many requests returned the
+tokens, the logprobs' tokens and the ranks that they return alone, and the largest difference of a
+logprob. vLLM's scheduler drives our runner; the model is HashLM, whose logits depend on every KV
+slot and are exact, so no difference is allowed.""",
     epilog="""\
-example:
+examples:
   mrv2-diff invariance
+  mrv2-diff invariance --requests 48
 
-exit codes: 0 every token is the same, 1 one differs or a way of scheduling did not come about.""",
+exit codes: 0 everything is the same, 1 something differs or a way of scheduling did not come about,
+2 bad input.""",
+)
+
+HOST_COST = HelpText(
+    short="measure the core's host time by batch size",
+    long="""\
+Measure the host time of a decode step of the core alone, from 1 to 1,024 requests: no model, no
+kernel, no copy. Bookkeeping is what queues a step; the output's list for each request, as V1 has
+it, stands apart. Figures are the least of three rounds. Run it on an idle machine.""",
+    epilog="""\
+examples:
+  mrv2-diff host-cost
+  mrv2-diff host-cost --steps 300 --out ./host-cost.svg
+
+exit codes:
+  0    bookkeeping grows within the bound
+  1    it grows more
+  2    bad input: a number out of bounds, a file that cannot be written
+  130  interrupted""",
 )
 
 CHECK_SURFACE = HelpText(

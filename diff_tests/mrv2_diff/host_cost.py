@@ -4,25 +4,23 @@ Each op makes its launch, as on a GPU, and does not start it; each copy stages i
 not move them. What is left is what the runner itself costs the host, and how that grows with the
 batch. `mrv2-diff bench` compares a step of a whole engine with V1's instead.
 
-Run as `python -m mrv2_diff.host_cost [--steps N] [--out FILE.svg]`.
+Bookkeeping is `execute` and `sample`, which queue a step. Apart from it stands the output: its list
+for each request, as V1's interface has it, grows with the batch whatever a runner does.
 """
 
-import argparse
 import gc
 import math
 import statistics
-import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, replace
 from typing import Any
 from unittest.mock import patch
 
 import torch
 from torch import Tensor
 
-from mrv2 import KVGroup, Runner, RunnerConfig, RunnerOutput, StepPlan
+from mrv2 import KVGroup, Runner, RunnerConfig, Scheduled, StepPlan
 from mrv2.batch.inputs import InputBatch
 from mrv2.memory.transfers import Transfers
 from mrv2.ops.twin import TwinOp
@@ -33,6 +31,9 @@ BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 _VOCAB = 16
 _WARMUP = 20
 _BLOCK = 16
+_PROMPT = (1,) * 300
+"""Longer than the numbers that Python keeps one object of each for, which compare at no cost."""
+_ROUNDS = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,9 +42,11 @@ class HostCost:
 
     num_reqs: int
     steady_us: float
-    """Every request decodes, and nothing else happens."""
+    """Bookkeeping where every request decodes, and nothing else happens."""
     churn_us: float
-    """As before, and in each step one request leaves and one arrives."""
+    """Bookkeeping where in each step one request leaves and one arrives, too."""
+    output_us: float
+    """What making a steady step's output, and letting go of it, costs beside the bookkeeping."""
 
 
 class _NoModel:
@@ -73,15 +76,14 @@ def host_cost(num_reqs: int, num_steps: int) -> HostCost:
         num_reqs: Requests that decode in every step.
         num_steps: Steps of each kind whose median is taken.
     """
-    return HostCost(
-        num_reqs=num_reqs,
-        steady_us=_median_us(num_reqs, num_steps, churn=False),
-        churn_us=_median_us(num_reqs, num_steps, churn=True),
-    )
+    steady_us, output_us = _medians_us(num_reqs, num_steps, churn=False)
+    churn_us, _ = _medians_us(num_reqs, num_steps, churn=True)
+    return HostCost(num_reqs=num_reqs, steady_us=steady_us, churn_us=churn_us, output_us=output_us)
 
 
-def _median_us(num_reqs: int, num_steps: int, *, churn: bool) -> float:
-    max_model_len = _BLOCK * -(-(num_steps + _WARMUP + 8) // _BLOCK)
+def _medians_us(num_reqs: int, num_steps: int, *, churn: bool) -> tuple[float, float]:
+    """Return the medians of bookkeeping and of the output."""
+    max_model_len = _BLOCK * -(-(len(_PROMPT) + num_steps + _WARMUP + 8) // _BLOCK)
     config = RunnerConfig(
         device=torch.device("cpu"),
         max_num_reqs=num_reqs,
@@ -94,27 +96,49 @@ def _median_us(num_reqs: int, num_steps: int, *, churn: bool) -> float:
     runner = Runner(config, model, model, Transfers(config.device, _no_copy))
     host = ToyHost(config.kv_groups, num_reqs)
     for index in range(num_reqs):
-        host.add(f"r{index}", [1, 2])
+        _add(host, f"r{index}")
     plans = []
     for step in range(_WARMUP + num_steps):
         if churn and step:
             host.finish(next(iter(host.requests)))
-            host.add(f"s{step}", [1, 2])
+            _add(host, f"s{step}")
         plans.append(host.plan(_everything(host)))
-    seconds = []
     gc.collect()
     gc.freeze()  # as vLLM does: what stands here is not gone through again
     with patch.object(TwinOp, "__call__", _launch_only):
-        for plan in plans:
-            started = time.thread_time()
-            _step(runner, plan)
-            seconds.append(time.thread_time() - started)
+        seconds = [_step(runner, plan) for plan in plans][_WARMUP:]
     gc.unfreeze()
-    return 1e6 * statistics.median(seconds[_WARMUP:])
+    bookkeeping, output = zip(*seconds, strict=True)
+    return 1e6 * statistics.median(bookkeeping), 1e6 * statistics.median(output)
 
 
-def _step(runner: Runner, plan: StepPlan) -> RunnerOutput:
-    return runner.sample(runner.execute(plan)).wait()
+def _add(host: ToyHost, req_id: str) -> None:
+    """Add a request whose prompt is computed but for its last token."""
+    host.add(req_id, _PROMPT).num_computed = len(_PROMPT) - 1
+
+
+def _step(runner: Runner, plan: StepPlan) -> tuple[float, float]:
+    """Run a step; return the seconds of its bookkeeping and of its output."""
+    plan = _made_anew(plan)
+    started = time.thread_time()
+    pending = runner.sample(runner.execute(plan))
+    queued = time.thread_time()
+    pending.wait()
+    return queued - started, time.thread_time() - queued
+
+
+def _made_anew(plan: StepPlan) -> StepPlan:
+    """Return an equal plan whose numbers were made just now, as those of a host are."""
+    scheduled = plan.scheduled
+    return replace(
+        plan,
+        scheduled=Scheduled(
+            req_ids=list(scheduled.req_ids),
+            num_tokens=list(scheduled.num_tokens),
+            num_computed_tokens=[count + 0 for count in scheduled.num_computed_tokens],
+            num_known_tokens=[count + 0 for count in scheduled.num_known_tokens],
+        ),
+    )
 
 
 def _everything(host: ToyHost) -> Work:
@@ -131,23 +155,25 @@ def _launch_only(op: "TwinOp[...]", *args: Any, **kwargs: Any) -> None:
 
 def table(costs: list[HostCost]) -> str:
     """Return the figures as lines of text."""
-    lines = ["requests   steady (us)   one comes, one goes (us)"]
+    lines = ["requests   steady (us)   one comes, one goes (us)   output (us)"]
     lines += [
-        f"{cost.num_reqs:8}   {cost.steady_us:11.0f}   {cost.churn_us:24.0f}" for cost in costs
+        f"{cost.num_reqs:8}   {cost.steady_us:11.0f}   {cost.churn_us:24.0f}   "
+        f"{cost.output_us:11.0f}"
+        for cost in costs
     ]
     return "\n".join(lines)
 
 
 def growth(costs: Sequence[HostCost]) -> float:
-    """Return what a steady step of the largest batch costs, as a multiple of one of 64 or less."""
+    """Return a steady step's bookkeeping in the largest batch over that in one of 64 or less."""
     base = max((cost for cost in costs if cost.num_reqs <= 64), key=lambda cost: cost.num_reqs)
     return costs[-1].steady_us / base.steady_us
 
 
 def picture(costs: Sequence[HostCost]) -> str:
-    """Return both curves as SVG, over the logarithm of the batch size."""
+    """Return the curves as SVG, over the logarithm of the batch size."""
     width, height, left, bottom = 640, 400, 60, 40
-    most = max(max(cost.steady_us, cost.churn_us) for cost in costs)
+    most = max(max(cost.steady_us, cost.churn_us, cost.output_us) for cost in costs)
     last = math.log2(costs[-1].num_reqs) or 1.0
 
     def point(num_reqs: int, value: float) -> tuple[float, float]:
@@ -175,26 +201,28 @@ def picture(costs: Sequence[HostCost]) -> str:
     )
     steady = curve("steady", "#1f6feb", [(cost.num_reqs, cost.steady_us) for cost in costs])
     churn = curve("one comes, one goes", "#d1242f", [(c.num_reqs, c.churn_us) for c in costs])
+    output = curve("the output, steady", "#6e7781", [(c.num_reqs, c.output_us) for c in costs])
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" '
         f'font-family="sans-serif" font-size="12">'
         f'<text x="{left}" y="16">Host time of a step in microseconds, by requests</text>'
-        f"{ticks}{marks}{steady}{churn}</svg>\n"
+        f"{ticks}{marks}{steady}{churn}{output}</svg>\n"
     )
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Measure every batch size, and print a table."""
-    parser = argparse.ArgumentParser(prog="python -m mrv2_diff.host_cost", description=__doc__)
-    parser.add_argument("--steps", type=int, default=200, help="steps of each median")
-    parser.add_argument("--out", type=Path, help="where to write the curves, as SVG")
-    options = parser.parse_args(arguments)
+def host_costs(num_steps: int, batches: Sequence[int] = BATCHES) -> list[HostCost]:
+    """Measure every batch size on one thread, in rounds; each figure is the least of the rounds.
+
+    Whatever else the machine does can only add to a time.
+    """
     torch.set_num_threads(1)
-    costs = [host_cost(num_reqs, options.steps) for num_reqs in BATCHES]
-    sys.stdout.write(f"{table(costs)}\n{BATCHES[-1]} to 64 requests: {growth(costs):.2f}\n")
-    if options.out is not None:
-        options.out.write_text(picture(costs))
-
-
-if __name__ == "__main__":
-    main()
+    rounds = [[host_cost(num_reqs, num_steps) for num_reqs in batches] for _ in range(_ROUNDS)]
+    return [
+        HostCost(
+            num_reqs=costs[0].num_reqs,
+            steady_us=min(cost.steady_us for cost in costs),
+            churn_us=min(cost.churn_us for cost in costs),
+            output_us=min(cost.output_us for cost in costs),
+        )
+        for costs in zip(*rounds, strict=True)
+    ]

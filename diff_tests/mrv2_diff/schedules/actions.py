@@ -58,6 +58,8 @@ class Arrive(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unknown
     seed: int = 0
     options: dict[str, Any] = {}
     """Further sampling parameters by vLLM's name."""
+    grammar: int | None = None
+    """Seed of a made-up grammar that constrains the output."""
     priority: int = 0
     session: bool = False
     """Wait for another turn when a turn has ended."""

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import singledispatchmethod
-from typing import Any
+from typing import Any, TypeAlias
 
 from mrv2_diff.schedules.actions import (
     Abort,
@@ -25,11 +25,17 @@ from mrv2_diff.schedules.actions import (
 from mrv2_diff.schedules.engine import HashRunner, ScheduledEngine
 from mrv2_diff.schedules.events import EventCounts
 from mrv2_diff.schedules.expected import Expectations
+from mrv2_diff.schedules.grammars import MadeUpGrammar
 
 # isort: split
 # The engine's module prepares the process that these read.
 import torch
-from vllm.sampling_params import RequestOutputKind, SamplingParams
+from torch import Tensor
+from vllm.sampling_params import (
+    RequestOutputKind,
+    SamplingParams,
+    StructuredOutputsParams,
+)
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
@@ -46,6 +52,10 @@ class Divergence(AssertionError):
     """A request returned what it does not return alone, or the runner kept what it should not."""
 
 
+Logprobs: TypeAlias = tuple[Tensor, Tensor, Tensor]
+"""Token ids, values and ranks, a row for each token."""
+
+
 @dataclass(slots=True)
 class Turn:
     """What a request must return from one prompt, and what it returned so far."""
@@ -53,6 +63,9 @@ class Turn:
     prompt: list[int]
     expected: list[int]
     received: list[int] = field(default_factory=list)
+    logprobs: list[Logprobs] = field(default_factory=list)
+    """Of the tokens received, in the pieces in which they came."""
+    prompt_logprobs: Logprobs | None = None
 
 
 @dataclass(slots=True)
@@ -80,7 +93,8 @@ class Driver:
         setup: The engine.
         runner_class: As for `ScheduledEngine`.
         compares: Whether tokens are held against those of the request alone, or only kept. Sessions
-            need it: a turn's prompt is made of what the ones before must return.
+            need it: a turn's prompt is made of what the ones before must return. Grammars need that
+            they are kept: a request alone is run without one.
     """
 
     def __init__(
@@ -98,6 +112,8 @@ class Driver:
         """Of requests that have not ended."""
         self.ended: list[tuple[str, list[int]]] = []
         """What ended requests returned, since it was last cleared."""
+        self.turns: dict[str, Turn] = {}
+        """The turns of ended requests by name, where they are not compared but kept."""
         self.num_steps = 0
         self._expectations = Expectations(setup)
         self._queued: deque[_Queued] = deque()
@@ -123,6 +139,7 @@ class Driver:
     @do.register
     def _(self, action: Arrive) -> None:
         assert self._compares or not action.session, "a session needs expectations"
+        assert not self._compares or action.grammar is None, "expectations know no grammar"
         account = self.accounts.get(action.name)
         if account is not None:
             if account.is_session and action.session and self._go_on(account, action):
@@ -170,6 +187,10 @@ class Driver:
         with torch.inference_mode():
             output = runner.execute_model(scheduler_output)
             if output is None:
+                if scheduler_output.pending_structured_output_tokens:
+                    # A grammar must see the tokens in flight before it says what may follow.
+                    while self._queued:
+                        self._take()
                 output = runner.sample_tokens(scheduler.get_grammar_bitmask(scheduler_output))
         self.events.see(
             scheduler_output,
@@ -235,7 +256,7 @@ class Driver:
 
     def _request(self, prompt: list[int], action: Arrive) -> Request:
         self._num_arrived += 1
-        return Request(
+        request = Request(
             request_id=action.name,
             prompt_token_ids=list(prompt),
             sampling_params=sampling_params(action),
@@ -245,6 +266,11 @@ class Driver:
             block_hasher=self.engine.block_hasher,
             resumable=action.session,
         )
+        if action.grammar is not None:
+            request.structured_output_request.grammar = MadeUpGrammar(
+                action.grammar, self.setup.vocab_size
+            )
+        return request
 
     def _abort(self, name: str) -> None:
         request = self.engine.scheduler.requests[name]
@@ -295,6 +321,8 @@ class Driver:
         account = self.accounts[name]
         turn = account.turns[account.current]
         turn.received.extend(item.new_token_ids)
+        if not self._compares:
+            self._keep_logprobs(turn, item)
         if self._compares and turn.received != turn.expected[: len(turn.received)]:
             raise Divergence(
                 f"step {step}: {name} returned {turn.received}, alone it returns {turn.expected}"
@@ -310,6 +338,19 @@ class Driver:
         if not account.is_session:
             del self.accounts[name]
             self.ended.append((name, turn.received))
+            if not self._compares:
+                self.turns[name] = turn
+
+    @staticmethod
+    def _keep_logprobs(turn: Turn, item: Any) -> None:
+        if item.new_logprobs is not None:
+            ids, values, ranks = item.new_logprobs[:3]
+            turn.logprobs.append(
+                (torch.as_tensor(ids), torch.as_tensor(values), torch.as_tensor(ranks))
+            )
+        if item.new_prompt_logprobs_tensors is not None:
+            assert turn.prompt_logprobs is None, "a prompt's logprobs came twice"
+            turn.prompt_logprobs = tuple(item.new_prompt_logprobs_tensors[:3])
 
     def _with_failed_load(self, scheduler_output: Any, output: Any) -> Any:
         """Report a block as not loaded, as a KV connector would, and remember what runs again."""
@@ -391,5 +432,8 @@ def sampling_params(action: Arrive) -> SamplingParams:
         ignore_eos=True,
         detokenize=False,
         output_kind=RequestOutputKind.DELTA,
+        structured_outputs=(
+            None if action.grammar is None else StructuredOutputsParams(regex="made up")
+        ),
         **action.options,
     )

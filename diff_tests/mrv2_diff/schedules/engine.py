@@ -29,6 +29,7 @@ from vllm.v1.kv_cache_interface import (  # noqa: E402
     SlidingWindowSpec,
 )
 from vllm.v1.structured_output import StructuredOutputManager  # noqa: E402
+from vllm.v1.structured_output.backend_types import StructuredOutputBackend  # noqa: E402
 
 from mrv2 import Runner  # noqa: E402
 from mrv2_compat.vllm_v1.config import runner_config  # noqa: E402
@@ -36,6 +37,7 @@ from mrv2_compat.vllm_v1.kv_cache import KVCaches, check_block_ids  # noqa: E402
 from mrv2_compat.vllm_v1.runner import VllmRunner  # noqa: E402
 from mrv2_diff.models.hashlm import HashLM  # noqa: E402
 from mrv2_diff.schedules.actions import Setup  # noqa: E402
+from mrv2_diff.schedules.grammars import MadeUpBackend  # noqa: E402
 
 _MODEL = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -119,7 +121,7 @@ class ScheduledEngine:
         self.scheduler: Any = scheduler_class(
             config,
             kv_cache_config,
-            StructuredOutputManager(config),
+            _grammars(config, setup.vocab_size),
             block_size=setup.block_size,
             hash_block_size=setup.block_size,
         )
@@ -130,6 +132,12 @@ class ScheduledEngine:
         self.block_hasher: Any = None
         if setup.prefix_caching:
             self.block_hasher = get_request_block_hasher(setup.block_size, sha256)
+
+
+def _grammars(config: Any, vocab_size: int) -> StructuredOutputManager:
+    manager = StructuredOutputManager(config)
+    manager.backend = cast("StructuredOutputBackend", MadeUpBackend(vocab_size))
+    return manager
 
 
 def _config(setup: Setup) -> Any:

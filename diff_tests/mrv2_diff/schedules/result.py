@@ -76,30 +76,45 @@ class Row:
     num_same: int
     """Requests that returned what they return alone."""
     differing: list[str]
+    logprob_difference: float = 0.0
+    """The largest between a logprob and that of the request alone."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InvarianceResult:
-    """Whether requests return the same tokens however they are scheduled."""
+    """Whether requests return the same tokens and logprobs however they are scheduled."""
 
     num_requests: int
     refused: list[str]
     """Parameters that the runner does not serve, left out."""
     rows: list[Row]
+    parameters: Counter[str] = field(default_factory=Counter)
+    """How many requests have each parameter."""
 
     @property
     def passes(self) -> bool:
-        """Whether no token differed, and everything happened that was to."""
-        return all(row.times > 0 and not row.differing for row in self.rows)
+        """Whether nothing differed, and everything happened that was to.
+
+        The model's logits are exact and a row of its own each, so logprobs may not differ either.
+        """
+        return all(
+            row.times > 0 and not row.differing and row.logprob_difference == 0.0
+            for row in self.rows
+        )
 
 
 def invariance_table(result: InvarianceResult) -> str:
     """Return a line for each way of scheduling, for people."""
-    lines = [f"{'scheduled':<34} {'as alone':<10} what it is about"]
+    lines = [f"{'scheduled':<30} {'as alone':<11} {'logprobs off by':<16} what it is about"]
     for row in result.rows:
         same = f"{row.num_same} of {result.num_requests}"
-        lines.append(f"{row.way:<34} {same:<10} {row.times} {row.happens}")
+        lines.append(
+            f"{row.way:<30} {same:<11} {row.logprob_difference:<16g} {row.times} {row.happens}"
+        )
         lines += [f"  {text}" for text in row.differing]
+    if result.parameters:
+        drawn = ", ".join(f"{name} {count}" for name, count in sorted(result.parameters.items()))
+        lines.append(f"requests with each parameter: {drawn}")
     if result.refused:
         lines.append(f"not served, left out: {', '.join(result.refused)}")
     return "\n".join(lines)

@@ -7,12 +7,14 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import msgspec
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from mrv2.state.requests import RequestColumns
 from mrv2_compat.vllm_v1.ledger import KnownRequest, RequestLedger
+from mrv2_diff.compare.steps import OF_PROMPTS
 from mrv2_diff.mutants import MUTANTS, Patch
 from mrv2_diff.schedules import actions as act
 from mrv2_diff.schedules.events import KINDS
@@ -119,7 +121,7 @@ FAULTS: dict[str, Patch] = {
     **{
         mutant.id: mutant.apply
         for mutant in MUTANTS
-        if mutant.first not in ("ranks", "processed_logits", "logprobs")
+        if mutant.first not in ("ranks", "processed_logits", "logprobs", OF_PROMPTS)
     },
     "progress-never-taken-back": progress_is_never_taken_back,
     "ended-stays-known": ended_requests_stay_known,
@@ -141,20 +143,55 @@ def test_a_planted_fault_is_found_and_its_schedule_made_short(fault: str, tmp_pa
 
 
 def test_every_way_of_scheduling_gives_the_same_tokens() -> None:
-    from mrv2_diff.schedules.invariance import WAYS, invariance
+    from mrv2_diff.schedules.invariance import invariance, ways
 
-    result = invariance()
-    assert [row.differing for row in result.rows] == [[]] * len(WAYS)
+    result = invariance(36)
+    assert [row.differing for row in result.rows] == [[]] * len(ways(36))
+    assert [row.logprob_difference for row in result.rows] == [0.0] * len(result.rows)
     assert [row.way for row in result.rows if not row.times] == []
     assert result.passes
-    assert result.num_requests >= 8
+    assert (result.num_requests, result.refused) == (36, [])
+    assert len(result.parameters) == 15
+    assert min(result.parameters.values()) >= 3
+
+
+def test_a_made_up_grammar_constrains_what_is_drawn() -> None:
+    from mrv2_diff.schedules.driver import Driver
+    from mrv2_diff.schedules.grammars import MadeUpGrammar
+
+    setup = act.Setup(is_async=True)
+    request = act.Arrive(name="a", max_tokens=20, temperature=1.0)
+    free = Driver(setup, compares=False)
+    free.play([request, act.Drain()])
+    bound = Driver(setup, compares=False)
+    bound.play([msgspec.structs.replace(request, grammar=5), act.Drain()])
+    assert MadeUpGrammar(5, setup.vocab_size).accept_tokens("a", bound.turns["a"].received)
+    assert not MadeUpGrammar(5, setup.vocab_size).accept_tokens("a", free.turns["a"].received)
+    assert len(bound.turns["a"].received) == 20
+
+
+def test_logprobs_are_compared_by_token_rank_and_value() -> None:
+    import torch
+
+    from mrv2_diff.schedules.invariance import _apart
+
+    inf = float("inf")
+    ids, values = torch.tensor([[1, 2], [3, 0]]), torch.tensor([[-1.0, -2.0], [-0.5, -inf]])
+    alone = (ids, values, torch.tensor([1, 1]))
+    wider = torch.cat([values, torch.zeros(2, 1)], dim=1)
+    assert _apart((torch.cat([ids, ids[:, :1]], dim=1), wider, alone[2]), alone) == 0.0
+    assert _apart((ids, values - 0.25, alone[2]), alone) == 0.25
+    assert _apart((ids + 1, values, alone[2]), alone) == inf
+    assert _apart((ids, values, alone[2] + 1), alone) == inf
+    assert _apart(None, alone) == inf
+    assert _apart(None, None) == 0.0
 
 
 def test_a_way_of_scheduling_that_changes_a_token_is_seen() -> None:
     from mrv2_diff.schedules.invariance import invariance
 
     with resumed_requests_draw_from_another_seed():
-        result = invariance()
+        result = invariance(24)
     rows = {row.way: row for row in result.rows}
     assert rows["preempted after step 4"].differing
     assert not rows["all in one batch"].differing

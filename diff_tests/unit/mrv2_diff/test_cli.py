@@ -24,6 +24,7 @@ from mrv2_diff.harness import (
     MAX_BENCH_STEPS,
     BenchResult,
     Harness,
+    HostCostResult,
     OnProgress,
     OnStep,
     Selection,
@@ -64,7 +65,12 @@ INVARIANCE = InvarianceResult(
     rows=[
         Row(way="in one batch", happens="arrivals", times=3, num_same=3, differing=[]),
         Row(
-            way="in chunks", happens="chunks", times=9, num_same=2, differing=["a: [1], alone [2]"]
+            way="in chunks",
+            happens="chunks",
+            times=9,
+            num_same=2,
+            differing=["a: [1], alone [2]"],
+            logprob_difference=0.5,
         ),
     ],
 )
@@ -128,7 +134,10 @@ class FakeHarness:
             surface=lambda: self.unknown,
             soak=self.soak,
             replay=self.replay,
-            invariance=lambda: INVARIANCE,
+            invariance=lambda num_requests: INVARIANCE,
+            host_cost=lambda num_steps: HostCostResult(
+                table=f"{num_steps} steps", growth=1.5, picture="<svg/>"
+            ),
         )
 
     def __call__(self, *arguments: object) -> int:
@@ -212,7 +221,10 @@ def test_a_case_without_a_record_fails_the_run(
         surface=dict,
         soak=fake.soak,
         replay=fake.replay,
-        invariance=lambda: INVARIANCE,
+        invariance=lambda num_requests: INVARIANCE,
+        host_cost=lambda num_steps: HostCostResult(
+            table=f"{num_steps} steps", growth=1.5, picture="<svg/>"
+        ),
     )
     assert main(["run", "--out", str(tmp_path)], harness=lazy) == 1
     captured = capsys.readouterr()
@@ -604,6 +616,7 @@ def test_bench_says_which_numbers_it_takes(
         "soak",
         "replay",
         "invariance",
+        "host-cost",
         "check-surface",
     ],
 )
@@ -689,10 +702,31 @@ def test_invariance_prints_a_line_for_each_way_and_what_differs(
 ) -> None:
     assert fake("invariance") == 1
     text = capsys.readouterr().out
-    assert re.search(r"in one batch +3 of 3 +3 arrivals\n", text)
-    assert re.search(r"in chunks +2 of 3 +9 chunks\n  a: \[1\], alone \[2\]\n", text)
+    assert re.search(r"in one batch +3 of 3 +0 +3 arrivals\n", text)
+    assert re.search(r"in chunks +2 of 3 +0.5 +9 chunks\n  a: \[1\], alone \[2\]\n", text)
     assert "left out: a grammar" in text
     assert _last_line(text) == "invariance: 5 of 6 outputs as alone"
+
+
+def test_no_difference_of_a_logprob_passes() -> None:
+    row = Row(way="w", happens="resumes", times=1, num_same=1, differing=[])
+    for difference, passes in ((0.0, True), (1e-7, False)):
+        rows = [replace(row, logprob_difference=difference)]
+        assert InvarianceResult(num_requests=1, refused=[], rows=rows).passes is passes
+
+
+@pytest.mark.parametrize(("bound", "status"), [(1.5, 0), (1.4, 1)])
+def test_host_cost_passes_up_to_its_bound_and_draws_its_curves(
+    fake: FakeHarness, bound: float, status: int, tmp_path: Path, capsys: Capture
+) -> None:
+    out = tmp_path / "made" / "curves.svg"
+    assert fake("host-cost", "--steps", 7, "--max-growth", bound, "--out", out) == status
+    text = capsys.readouterr().out
+    assert text.startswith("7 steps\n")
+    assert _last_line(text) == f"bookkeeping: 1,024 / 64 requests = 1.50 (bound {bound})"
+    assert out.read_text() == "<svg/>"
+    assert fake("host-cost", "--out", tmp_path) == 2
+    assert "cannot write" in capsys.readouterr().err
 
 
 def test_invariance_needs_what_each_way_is_about() -> None:
