@@ -9,7 +9,7 @@ TIERS := $(BIN)/python diff_tests/run_tiers.py
 unexport PYTHONPATH
 
 .DEFAULT_GOAL := help
-.PHONY: help setup check test interpret compile vllm gpu parity report
+.PHONY: help setup check test interpret compile harness vllm gpu parity report
 
 help:
 	@echo 'make setup      create .venv from requirements/cpu.txt and check it'
@@ -17,7 +17,8 @@ help:
 	@echo 'make test       every tier of tests, with a count for each'
 	@echo 'make interpret  kernels against their references, under the Triton interpreter'
 	@echo 'make compile    every kernel compiled for sm_90, without a GPU'
-	@echo 'make vllm       the tests that start vLLM'
+	@echo 'make harness    V1 against itself, and planted faults, through the harness'
+	@echo 'make vllm       the other tests that start vLLM'
 	@echo 'make gpu        the tests that need a CUDA device (see README.md for its set-up)'
 	@echo 'make parity     run all cases, V1 against MRV2, and write the report'
 	@echo 'make report     write the report again from the records of the last run'
@@ -38,7 +39,7 @@ check: setup
 test: setup
 	@$(TIERS)
 
-interpret compile vllm: setup
+interpret compile harness vllm: setup
 	@$(TIERS) $@
 
 # No set-up here: on a GPU machine name its own environment, `make gpu PYTHON=python`.

@@ -9,19 +9,23 @@ from __future__ import annotations
 
 import argparse
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import xml.etree.ElementTree as ElementTree
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import IO
 
 ROOT = Path(__file__).resolve().parent.parent
 
-TIME_LIMIT_S = 900
-"""Per tier. On two cores the slowest takes a third of it; a hung engine ends here."""
+TIME_LIMIT_S = 2400
+"""Per tier. On two cores the slowest takes about a third of it; a hung engine ends here."""
 
 CHECKS: tuple[tuple[str, ...], ...] = (
     ("ruff", "format", "--check", "."),
@@ -41,15 +45,24 @@ class Tier:
     ignored: tuple[str, ...] = ()
     environment: dict[str, str] = field(default_factory=dict)
     may_skip: bool = False
+    beside: bool = False
+    """Whether it runs beside the other tiers rather than after them."""
 
 
+HARNESS = ("diff_tests/test_false_alarms.py", "diff_tests/test_mutants.py")
 TIERS = (
     Tier("reference", ignored=("diff_tests/test_compile.py",)),
     Tier("interpret", paths=("diff_tests/test_ops.py",), environment={"TRITON_INTERPRET": "1"}),
     Tier("compile", paths=("diff_tests/test_compile.py",)),
-    Tier("vllm", marks="vllm and not gpu"),
+    Tier("harness", paths=HARNESS, marks="vllm and not gpu"),
+    Tier("vllm", marks="vllm and not gpu", ignored=HARNESS, beside=True),
     Tier("gpu", marks="gpu", may_skip=True),
 )
+_PRINTING = threading.Lock()
+_STOPPED = threading.Event()
+"""Set once no further tier is to start."""
+_RUNNING: set[subprocess.Popen[bytes]] = set()
+"""Processes that an interrupt has to end."""
 NAMES = ("checks", *(tier.name for tier in TIERS))
 
 
@@ -82,7 +95,7 @@ def main(arguments: list[str] | None = None) -> int:
     unknown = sorted(set(names) - set(NAMES))
     if unknown:
         parser.error(f"unknown tier {', '.join(unknown)}; choose from {', '.join(NAMES)}")
-    outcomes = [_run_checks() if name == "checks" else _run_tier(name) for name in names]
+    outcomes = _run_lanes(names)
     print()
     for outcome in outcomes:
         print(outcome)
@@ -93,35 +106,76 @@ def main(arguments: list[str] | None = None) -> int:
     return int(any(outcome.failed or outcome.faults for outcome in outcomes))
 
 
-def _run_checks() -> Outcome:
+def _run_lanes(names: list[str]) -> list[Outcome]:
+    """Run tiers one after the other, and beside them those that may; most of a tier is one thread.
+
+    Where two run side by side, what each one prints is shown when it has ended.
+    """
+    beside = {tier.name for tier in TIERS if tier.beside}
+    lanes = [[name for name in names if (name in beside) is aside] for aside in (False, True)]
+    if not all(lanes):
+        return [_run(name) for name in names]
+    outcomes: dict[str, Outcome] = {}
+
+    def run_lane(lane: list[str]) -> None:
+        for name in lane:
+            if _STOPPED.is_set():
+                return
+            with tempfile.TemporaryFile("w+b") as shown:
+                outcomes[name] = _run(name, shown)
+                with _PRINTING:
+                    shown.seek(0)
+                    shutil.copyfileobj(shown, sys.stdout.buffer)
+                    sys.stdout.flush()
+
+    with ThreadPoolExecutor(len(lanes)) as pool:
+        running = [pool.submit(run_lane, lane) for lane in lanes]
+        try:
+            for lane in running:
+                lane.result()
+        except BaseException:
+            _STOPPED.set()
+            for process in list(_RUNNING):
+                _end_group(process)
+            raise
+    return [outcomes[name] for name in names]
+
+
+def _run(name: str, shown: IO[bytes] | None = None) -> Outcome:
+    return _run_checks(shown) if name == "checks" else _run_tier(name, shown)
+
+
+def _run_checks(shown: IO[bytes] | None) -> Outcome:
     """Format, lint, types and import contracts; each tool counts as one."""
-    _announce("checks")
+    _announce("checks", shown)
     tools = Path(sys.executable).parent
     path = os.pathsep.join(str(ROOT / folder) for folder in (".", "compat", "diff_tests"))
     environment = {**os.environ, "PYTHONPATH": path}
     failed = []
     for tool, *rest in CHECKS:
-        print(f"$ {tool} {' '.join(rest)}", flush=True)
-        if _wait([str(tools / tool), *rest], environment) != 0:
+        _say(f"$ {tool} {' '.join(rest)}", shown)
+        if _wait([str(tools / tool), *rest], environment, shown) != 0:
             failed.append(tool)
     return Outcome("checks", len(CHECKS) - len(failed), len(failed), 0)
 
 
-def _run_tier(name: str) -> Outcome:
+def _run_tier(name: str, shown: IO[bytes] | None) -> Outcome:
     """Run pytest on one tier and read its counts back from the JUnit file that it writes."""
     tier = next(tier for tier in TIERS if tier.name == name)
-    _announce(name)
+    _announce(name, shown)
     missing = [path for path in tier.paths if not (ROOT / path).exists()]
     if missing:
         return Outcome(name, 0, 0, 0, (f"no such file: {', '.join(missing)}",))
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     environment.update(tier.environment)
+    if shown is not None:  # each of two tiers has one core; threads of OpenMP would fight for both
+        environment.setdefault("OMP_NUM_THREADS", "1")
     with tempfile.TemporaryDirectory(prefix="mrv2-tier-") as folder:
         report = Path(folder) / "junit.xml"
         command = [sys.executable, "-m", "pytest", "-m", tier.marks, *tier.paths]
         command += [f"--ignore={path}" for path in tier.ignored]
         command += [f"--junit-xml={report}"]
-        status = _wait(command, environment)
+        status = _wait(command, environment, shown)
         return read_outcome(tier, report, status)
 
 
@@ -145,22 +199,41 @@ def read_outcome(tier: Tier, report: Path, status: int) -> Outcome:
     return Outcome(tier.name, passed, failed, skipped, tuple(faults))
 
 
-def _announce(name: str) -> None:
-    print(f"\n== {name} " + "=" * (70 - len(name)), flush=True)
+def _announce(name: str, shown: IO[bytes] | None) -> None:
+    _say(f"\n== {name} " + "=" * (70 - len(name)), shown)
 
 
-def _wait(command: list[str], environment: dict[str, str]) -> int:
+def _say(text: str, shown: IO[bytes] | None) -> None:
+    if shown is None:
+        print(text, flush=True)
+    else:
+        shown.write(f"{text}\n".encode())
+        shown.flush()
+
+
+def _wait(command: list[str], environment: dict[str, str], shown: IO[bytes] | None) -> int:
     """Run a command with its output shown; end it, and what it started, at the time limit."""
     began = time.monotonic()
-    process = subprocess.Popen(command, cwd=ROOT, env=environment, start_new_session=True)
+    process = subprocess.Popen(
+        command,
+        cwd=ROOT,
+        env=environment,
+        start_new_session=True,
+        stdout=shown,
+        stderr=None if shown is None else subprocess.STDOUT,
+    )
+    _RUNNING.add(process)
     try:
         status = process.wait(TIME_LIMIT_S)
     except subprocess.TimeoutExpired:
-        print(f"stopped: longer than {TIME_LIMIT_S} s", flush=True)
+        _say(f"stopped: longer than {TIME_LIMIT_S} s", shown)
         status = 124
     finally:
+        _RUNNING.discard(process)
         _end_group(process)
-    print(f"({time.monotonic() - began:.0f} s)", flush=True)
+    if shown is not None:
+        shown.seek(0, os.SEEK_END)
+    _say(f"({time.monotonic() - began:.0f} s)", shown)
     return status
 
 
