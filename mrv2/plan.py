@@ -15,7 +15,8 @@ from mrv2.errors import ConfigError
 ALL_LOGPROBS = -1
 """`Sampling.num_logprobs` and `num_prompt_logprobs` for the whole vocabulary."""
 
-_INF = float("inf")
+_INF = 3.4028235e38
+"""Rounds to the largest float32; what is larger is infinite on the device."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -48,6 +48,8 @@ _HALF = tl.constexpr(500.0)
 """Tokens to set aside on each side of where the sample says that `t` is."""
 _LARGEST = tl.constexpr(3.4028234663852886e38)
 _LOG2_E = tl.constexpr(1.4426950408889634)
+_LEAST_TOP_P = 2.0**-126
+"""A smaller one may be 0 on the device, and then not even the likeliest token would be kept."""
 _CHUNK_ELEMENTS = 1 << 20
 """Elements in a temporary of the reference, which takes rows in chunks of about this size."""
 
@@ -560,7 +562,7 @@ class TopKTopP:
         """Take the request's top-k and top-p."""
         top_k = arrival.sampling.top_k
         self._top_k.set(row, top_k if top_k < self._vocab_size else 0)
-        self._top_p.set(row, arrival.sampling.top_p)
+        self._top_p.set(row, max(arrival.sampling.top_p, _LEAST_TOP_P))
 
     def evict(self, row: int) -> None:
         """Cut nothing from the row."""

@@ -34,6 +34,8 @@ NAN = float("nan")
         *(("frequency_penalty", value) for value in (-INF, NAN)),
         *(("repetition_penalty", value) for value in (0.0, -1.0, INF, NAN)),
         *(("logit_bias", {3: value}) for value in (INF, NAN)),
+        *((name, 1e39) for name in ("temperature", "frequency_penalty", "repetition_penalty")),
+        *(("logit_bias", {3: value}) for value in (3.5e38, -1e300)),
         ("allowed_token_ids", ()),
         ("bad_words", ((1,), ())),
         ("min_tokens", -1),

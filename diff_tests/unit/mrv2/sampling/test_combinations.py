@@ -264,6 +264,39 @@ def test_any_three_parameters_and_more_give_the_right_logits(seed: int) -> None:
             outputs.append(kept)
 
 
+@pytest.mark.parametrize("top_p", [1e-38, 1e-45, 1e-300])
+def test_the_likeliest_stays_though_no_float32_is_as_small_as_p(top_p: float) -> None:
+    bench = Bench()
+    bench.admit(3, Sampling(temperature=1.0, seed=2, top_p=top_p), [1])
+    logits = torch.randn(1, VOCAB, generator=torch.Generator().manual_seed(8))
+    likeliest = int(logits.argmax())
+    assert bench.draw([3], [[]], logits) == [likeliest]
+    assert bench.trace.value[0].isfinite().nonzero().flatten().tolist() == [likeliest]
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"temperature": 3.4e38},
+        {"temperature": 1.0001e-5, "top_p": 0.9, "min_p": 0.1},
+        {"min_p": 5e-324, "top_k": 3},
+        {"frequency_penalty": 3.4e38, "top_p": 0.5},
+        {"presence_penalty": -3.4e38, "top_k": 2},
+        {"repetition_penalty": 3.4e38, "logit_bias": {3: 3.4e38}},
+        {"min_tokens": 2**40, "stop_token_ids": (1,), "top_k": 2**40},
+    ],
+    ids=str,
+)
+def test_values_at_the_ends_of_float32_draw_a_token_that_is_left(asked: dict[str, Any]) -> None:
+    bench = Bench()
+    bench.admit(1, Sampling(**{"temperature": 1.0, "seed": 3, **asked}), [4, 5], [6])
+    logits = torch.randn(1, VOCAB, generator=torch.Generator().manual_seed(9)) * 3
+    (drawn,) = bench.draw([1], [[]], logits)
+    processed = bench.trace.value[0]
+    assert not bool(processed.isnan().any())
+    assert float(processed[drawn]) > -math.inf
+
+
 def test_a_bias_revives_no_masked_token() -> None:
     bench = Bench()
     sampling = Sampling(
