@@ -34,7 +34,7 @@ from mrv2.sampling.sampler import Sampler
 from mrv2.sampling.stage import StageFactory
 from mrv2.sampling.stages import STAGES
 from mrv2.state.block_tables import BlockTables
-from mrv2.state.check import check_events, check_work
+from mrv2.state.check import check_blocks, check_events, check_work
 from mrv2.state.protocol import RowState
 from mrv2.state.requests import RequestColumns
 from mrv2.state.rows import RowTable
@@ -91,6 +91,8 @@ class Runner:
         self._model = model
         self._attention = attention
         self._last_layout: BatchLayout | None = None
+        self._room = 0
+        """Tokens more that each request of the last step can run in its blocks."""
         self._num_executed = 0
         self._num_sampled = 0
 
@@ -199,7 +201,7 @@ class Runner:
         check_events(plan, self.config, self.rows, self.block_tables)
         if plan.scheduled.req_ids:
             self._check_order(plan)
-            check_work(plan, self.config, self.rows)
+            check_work(plan, self.config, self.rows, self.block_tables)
             self._prompt_logprobs.check(plan)
 
     def _apply_events(self, plan: StepPlan) -> None:
@@ -246,17 +248,22 @@ class Runner:
             and last.max_seq_len < self.config.max_model_len
             and is_next_decode(last, scheduled)
         ):
-            self._apply_events(plan)
+            room = self._room - 1
             layout = lay_out_next_decode(last, scheduled)
+            if room < 0:
+                room = check_blocks(
+                    plan, layout.seq_lens, layout.rows, self.rows, self.block_tables
+                )
+            self._apply_events(plan)
         else:
-            rows = check_work(plan, self.config, self.rows)
+            rows, room = check_work(plan, self.config, self.rows, self.block_tables)
             self._prompt_logprobs.check(plan)
             self._apply_events(plan)
             if rows is None:
                 rows = self.rows.rows(scheduled.req_ids)
             layout = layout_batch(scheduled, rows)
             self.requests.agree(layout.rows, layout.num_computed_tokens)
-        self._last_layout = layout
+        self._last_layout, self._room = layout, room
         return layout
 
     def _forced_ids(self, batch: InputBatch, forced: Sequence[int]) -> npt.NDArray[np.int64]:

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 import numpy as np
+import numpy.typing as npt
 import torch
 import triton
 import triton.language as tl
@@ -207,6 +208,10 @@ class BlockTables:
                     f"request {req_id!r} is given block {outside} of KV group {index}; "
                     f"the cache has {group.num_blocks} blocks"
                 )
+
+    def num_held(self, rows: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
+        """Return how many blocks rows hold, [num_groups, num_rows] int32, a copy."""
+        return self._num_blocks[:, rows]
 
     def append(self, row: int, block_ids: Sequence[Sequence[int]]) -> None:
         """Stage more blocks behind those that the row holds.

@@ -50,17 +50,20 @@ def check_events(
         block_tables.check(req_id, rows.row(req_id), continuation.new_block_ids)
 
 
+Int32 = npt.NDArray[np.int32]
+
+
 def check_work(
-    plan: StepPlan, config: RunnerConfig, rows: RowTable
-) -> npt.NDArray[np.int32] | None:
+    plan: StepPlan, config: RunnerConfig, rows: RowTable, block_tables: BlockTables
+) -> tuple[Int32 | None, int]:
     """Refuse work that does not fit the requests as they are after the plan's events.
 
     Returns:
         [num_reqs] int32, the rows of the scheduled requests; None where the plan's events have yet
-        to move some of them.
+        to move some of them. And how many tokens more each of them can run in its blocks.
 
     Raises:
-        CapacityError: More tokens than a step or a row can hold.
+        CapacityError: More tokens than a step, a row or a request's blocks can hold.
         ProtocolError: A request has no row or is named twice, runs no token or one that is not
             known, or the parallel lists differ in length.
     """
@@ -82,7 +85,55 @@ def check_work(
     )
     if not fits:
         _refuse_work(scheduled, config)
-    return found
+    return found, check_blocks(plan, np.array(ends, dtype=np.int32), found, rows, block_tables)
+
+
+def check_blocks(
+    plan: StepPlan, ends: Int32, found: Int32 | None, rows: RowTable, block_tables: BlockTables
+) -> int:
+    """Refuse tokens that no block is there for, the plan's new blocks counted in.
+
+    Args:
+        plan: Its events have not been applied.
+        ends: [num_reqs] int32. Tokens of each scheduled request with this step's.
+        found: [num_reqs] int32, their rows; None where the plan's events move some of them.
+        rows: Finds the others.
+        block_tables: Knows what each row holds.
+
+    Returns:
+        How many tokens more each scheduled request can run in its blocks.
+
+    Raises:
+        CapacityError: A request's blocks end before its tokens do.
+    """
+    req_ids = plan.scheduled.req_ids
+    new = {arrival.req_id: arrival.block_ids for arrival in plan.arrivals}
+    if found is not None:
+        held = block_tables.num_held(found)
+    else:
+        staying = [index for index, req_id in enumerate(req_ids) if req_id not in new]
+        held = np.zeros((len(block_tables.groups), len(req_ids)), dtype=np.int32)
+        held[:, staying] = block_tables.num_held(rows.rows([req_ids[index] for index in staying]))
+    new |= {continuing.req_id: continuing.new_block_ids for continuing in plan.continuations}
+    if new:
+        index_of = dict(zip(req_ids, range(len(req_ids)), strict=True))
+        for req_id, block_ids in new.items():
+            index = index_of.get(req_id)
+            if index is not None:
+                held[:, index] += [len(blocks) for blocks in block_ids]
+    rooms = [
+        held[index] * group.block_size - ends for index, group in enumerate(block_tables.groups)
+    ]
+    room = min((int(room.min()) for room in rooms), default=0)
+    if room < 0:
+        group, index = next((at, int(room.argmin())) for at, room in enumerate(rooms)
+                            if room.min() < 0)  # fmt: skip
+        raise CapacityError(
+            f"request {req_ids[index]!r} is to run up to token {ends[index]}; its "
+            f"{held[group, index]} blocks of KV group {group} hold "
+            f"{held[group, index] * block_tables.groups[group].block_size}: give it more blocks"
+        )
+    return room
 
 
 def _refuse_work(scheduled: Scheduled, config: RunnerConfig) -> None:

@@ -20,7 +20,7 @@ from vllm.v1.worker.utils import (
     map_kv_caches_to_kernel_blocks,
 )
 
-from mrv2 import CapacityError, KVGroup
+from mrv2 import KVGroup
 
 
 def kv_cache_spec(vllm_config: VllmConfig) -> dict[str, KVCacheSpec]:
@@ -37,7 +37,7 @@ def kv_cache_spec(vllm_config: VllmConfig) -> dict[str, KVCacheSpec]:
 
 
 def kv_groups(kv_cache_config: KVCacheConfig, vllm_config: VllmConfig) -> tuple[KVGroup, ...]:
-    """Return the runner's view of the KV groups: block size, and blocks of the longest request."""
+    """Return the KV groups as the runner sees them: sizes of a block, a request and the cache."""
     max_model_len = vllm_config.model_config.max_model_len
     groups = []
     for group in kv_cache_config.kv_cache_groups:
@@ -45,32 +45,14 @@ def kv_groups(kv_cache_config: KVCacheConfig, vllm_config: VllmConfig) -> tuple[
         max_blocks = get_block_table_width(
             spec.max_num_blocks_per_req(vllm_config, max_model_len), spec.block_size
         )
-        groups.append(KVGroup(block_size=spec.block_size, max_blocks=max_blocks))
-    return tuple(groups)
-
-
-def check_block_ids(scheduler_output: SchedulerOutput, num_blocks: int) -> None:
-    """Refuse a step that gives a request blocks that do not exist.
-
-    Raises:
-        CapacityError: A block id is outside [0, num_blocks). A kernel would write there unseen.
-    """
-    for request in scheduler_output.scheduled_new_reqs:
-        _check_ids(request.req_id, request.block_ids, num_blocks)
-    cached = scheduler_output.scheduled_cached_reqs
-    for req_id, block_ids in zip(cached.req_ids, cached.new_block_ids, strict=True):
-        if block_ids is not None:
-            _check_ids(req_id, block_ids, num_blocks)
-
-
-def _check_ids(req_id: str, block_ids: Sequence[Sequence[int]], num_blocks: int) -> None:
-    for group, ids in enumerate(block_ids):
-        if ids and not 0 <= min(ids) <= max(ids) < num_blocks:
-            wrong = next(block_id for block_id in ids if not 0 <= block_id < num_blocks)
-            raise CapacityError(
-                f"request {req_id!r} is given block {wrong} of KV group {group}; "
-                f"the cache has {num_blocks} blocks"
+        groups.append(
+            KVGroup(
+                block_size=spec.block_size,
+                max_blocks=max_blocks,
+                num_blocks=kv_cache_config.num_blocks,
             )
+        )
+    return tuple(groups)
 
 
 class KVCaches:
@@ -121,14 +103,6 @@ class KVCaches:
             self._zeroer = KVBlockZeroer(
                 self._device, self._groups, self._kernel_block_sizes, self._layers, self._num_blocks
             )
-
-    def check(self, scheduler_output: SchedulerOutput) -> None:
-        """Refuse blocks that do not exist.
-
-        Raises:
-            CapacityError: As `check_block_ids`.
-        """
-        check_block_ids(scheduler_output, self._num_blocks)
 
     def apply(self, scheduler_output: SchedulerOutput) -> None:
         """Queue the step's block operations.

@@ -239,7 +239,6 @@ class VllmRunner:
         core, kv, config = self._require_core(), self._require_kv(), self.model_config
         plan = plan_step(scheduler_output, self.ledger, config.seed, config.get_vocab_size())
         try:
-            kv.check(scheduler_output)
             if scheduler_output.new_block_ids_to_zero or scheduler_output.kv_cache_block_copies:
                 core.check(plan)  # before blocks are overwritten
                 kv.apply(scheduler_output)

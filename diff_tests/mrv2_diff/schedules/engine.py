@@ -33,7 +33,7 @@ from vllm.v1.structured_output.backend_types import StructuredOutputBackend  # n
 
 from mrv2 import Runner  # noqa: E402
 from mrv2_compat.vllm_v1.config import runner_config  # noqa: E402
-from mrv2_compat.vllm_v1.kv_cache import KVCaches, check_block_ids  # noqa: E402
+from mrv2_compat.vllm_v1.kv_cache import KVCaches  # noqa: E402
 from mrv2_compat.vllm_v1.runner import VllmRunner  # noqa: E402
 from mrv2_diff.models.hashlm import HashLM  # noqa: E402
 from mrv2_diff.schedules.actions import Setup  # noqa: E402
@@ -75,7 +75,7 @@ class HashRunner(VllmRunner):
     def initialize_kv_cache(self, kv_cache_config: KVCacheConfig, *_: Any, **__: Any) -> None:
         """Build HashLM's caches and the core runner."""
         self.kv_cache_config = kv_cache_config
-        self._kv = cast("KVCaches", _HashCaches(kv_cache_config.num_blocks))
+        self._kv = cast("KVCaches", _HashCaches())
         self._core = self._build_core(kv_cache_config)
 
     @property
@@ -91,13 +91,6 @@ class HashRunner(VllmRunner):
 
 class _HashCaches:
     """Block operations of HashLM's caches: none is ever asked for of attention without state."""
-
-    def __init__(self, num_blocks: int) -> None:
-        self._num_blocks = num_blocks
-
-    def check(self, scheduler_output: SchedulerOutput) -> None:
-        """Refuse blocks that do not exist."""
-        check_block_ids(scheduler_output, self._num_blocks)
 
     def apply(self, scheduler_output: SchedulerOutput) -> None:
         """Refuse what would be lost."""

@@ -471,9 +471,32 @@ WRONG_PLANS: dict[str, tuple[StepPlan, type[Mrv2Error], str]] = {
         "request 'n' arrives with num_computed_tokens 0 and is to run from position 1",
     ),
     "a prompt with logprobs and a gap": (
-        StepPlan(departed=("b",), scheduled=scheduled(lp=(2, 4, 6))),
+        StepPlan(departed=("b",), scheduled=scheduled(lp=(1, 3, 6))),
         ProtocolError,
-        "request 'lp' wants logprobs of its prompt and goes on from position 4; 2 were run",
+        "request 'lp' wants logprobs of its prompt and goes on from position 3; 2 were run",
+    ),
+    "fewer blocks than tokens arrive": (
+        StepPlan(
+            departed=("b",),
+            arrivals=(arrival("n", 9, block_ids=([30, 31], [30, 31])),),
+            scheduled=scheduled(a=(1, 9, 10), n=(9, 0, 9)),
+        ),
+        CapacityError,
+        "'n' is to run up to token 9; its 2 blocks of KV group 0 hold 8: give it more blocks",
+    ),
+    "more tokens than the blocks that are held": (
+        StepPlan(scheduled=scheduled(a=(4, 9, 13))),
+        CapacityError,
+        "'a' is to run up to token 13; its 3 blocks of KV group 0 hold 12",
+    ),
+    "more tokens than the blocks that follow": (
+        StepPlan(
+            departed=("b",),
+            continuations=(Continuation(req_id="a", new_block_ids=([31, 32], [])),),
+            scheduled=scheduled(a=(8, 9, 17)),
+        ),
+        CapacityError,
+        "'a' is to run up to token 17; its 2 blocks of KV group 1 hold 16",
     ),
     "fewer than no token known": (
         StepPlan(departed=("b",), scheduled=scheduled(a=(1, 9, -1))),
@@ -549,6 +572,23 @@ def test_a_wrong_plan_changes_nothing(toy: Toy, name: str) -> None:
     toy.run({"b": 1, "c": 3, "a": 1})
     toy.run({"a": 1, "b": 1, "c": 1})
     assert_true_to_the_oracle(toy, at_least=8)
+
+
+def test_a_decode_beyond_the_blocks_is_refused_once_it_gets_there(toy: Toy) -> None:
+    toy.host.add("a", prompt(9))
+    toy.host.add("b", prompt(5, first=3))
+    toy.run({"a": 9, "b": 5})
+    for _ in range(3):
+        toy.run({"a": 1, "b": 1})
+    before = snapshot(toy.runner)
+    with pytest.raises(
+        CapacityError, match=r"'a' is to run up to token 13; its 3 blocks .* 0 hold 12"
+    ):
+        toy.runner.execute(StepPlan(scheduled=scheduled(a=(1, 12, 13), b=(1, 8, 9))))
+    assert snapshot(toy.runner) == before
+    for _ in range(20):
+        toy.run({"a": 1, "b": 1})
+    assert_true_to_the_oracle(toy, at_least=48)
 
 
 EVENTS = ("arrives while live", "more rows than there are", "more blocks arrive than a table holds")
