@@ -201,6 +201,8 @@ def _resume(cached: CachedRequestData, ledger: RequestLedger) -> Iterator[Arriva
 
 
 def _continuations(cached: CachedRequestData) -> tuple[Continuation, ...]:
+    if cached.new_block_ids.count(None) == len(cached.req_ids):
+        return ()
     return tuple(
         Continuation(req_id=req_id, new_block_ids=block_ids)
         for req_id, block_ids in zip(cached.req_ids, cached.new_block_ids, strict=True)
@@ -215,14 +217,18 @@ def _scheduled(scheduler_output: SchedulerOutput, ledger: RequestLedger) -> Sche
     num_scheduled = scheduler_output.num_scheduled_tokens
     prompt_lens = ledger.prompt_lens(req_ids)
     num_outputs = [*cached.num_output_tokens, *(0 for _ in new)]
-    if len(num_scheduled) != len(req_ids) or not all(map(num_scheduled.__contains__, req_ids)):
+    if list(num_scheduled) == req_ids:  # as in a steady decode
+        num_tokens = list(num_scheduled.values())
+    elif len(num_scheduled) == len(req_ids) and num_scheduled.keys() == set(req_ids):
+        num_tokens = [num_scheduled[req_id] for req_id in req_ids]
+    else:
         differing = sorted(set(req_ids) ^ set(num_scheduled)) or req_ids
         raise ProtocolError(
             f"the requests of the step and those with a number of tokens differ in {differing}"
         )
     return Scheduled(
         req_ids=req_ids,
-        num_tokens=list(map(num_scheduled.__getitem__, req_ids)),
+        num_tokens=num_tokens,
         num_computed_tokens=[
             *cached.num_computed_tokens,
             *(request.num_computed_tokens for request in new),
