@@ -107,20 +107,14 @@ def check_blocks(
         CapacityError: A request's blocks end before its tokens do.
     """
     req_ids = plan.scheduled.req_ids
-    new = {arrival.req_id: arrival.block_ids for arrival in plan.arrivals}
-    if found is not None:
-        held = block_tables.num_held(found)
-    else:
-        staying = [index for index, req_id in enumerate(req_ids) if req_id not in new]
-        held = np.zeros((len(block_tables.groups), len(req_ids)), dtype=np.int32)
-        held[:, staying] = block_tables.num_held(rows.rows([req_ids[index] for index in staying]))
-    new |= {continuing.req_id: continuing.new_block_ids for continuing in plan.continuations}
+    held = block_tables.num_held(rows.rows_if_live(req_ids) if found is None else found)
+    arriving = {arrival.req_id: arrival.block_ids for arrival in plan.arrivals}
+    new = arriving | {going.req_id: going.new_block_ids for going in plan.continuations}
     if new:
-        index_of = dict(zip(req_ids, range(len(req_ids)), strict=True))
-        for req_id, block_ids in new.items():
-            index = index_of.get(req_id)
-            if index is not None:
-                held[:, index] += [len(blocks) for blocks in block_ids]
+        for index in [index for index, req_id in enumerate(req_ids) if req_id in new]:
+            if req_ids[index] in arriving:
+                held[:, index] = 0
+            held[:, index] += [len(blocks) for blocks in new[req_ids[index]]]
     rooms = [
         held[index] * group.block_size - ends for index, group in enumerate(block_tables.groups)
     ]

@@ -1,6 +1,7 @@
 """Which request owns which row."""
 
 from collections.abc import Sequence
+from itertools import repeat
 
 import numpy as np
 import numpy.typing as npt
@@ -71,6 +72,10 @@ class RowTable:
             raise ProtocolError(
                 f"request {missing.args[0]!r} is scheduled but has no row"
             ) from None
+
+    def rows_if_live(self, req_ids: Sequence[str]) -> npt.NDArray[np.int32]:
+        """Return the rows of many requests, [num_reqs] int32; -1 for those that have none."""
+        return np.fromiter(map(self._row_of.get, req_ids, repeat(-1)), np.int32, len(req_ids))
 
     def absent(self, req_ids: set[str]) -> set[str]:
         """Return those of many requests that have no row."""
