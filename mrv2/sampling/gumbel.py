@@ -16,6 +16,7 @@ from torch import Tensor
 
 from mrv2.ops.launch import Launch
 from mrv2.ops.twin import TwinOp
+from mrv2.sampling.order import to_ordered
 from mrv2.sampling.rng import (
     device_high_word,
     device_key,
@@ -146,8 +147,7 @@ def _max_or_nan(values: tl.tensor) -> tl.tensor:
 @triton.jit
 def _ordered(score: tl.tensor) -> tl.tensor:
     # An int32 in the order of the floats: -0 equals 0, and NaN is the largest.
-    bits = tl.where(score == 0.0, 0.0, score).to(tl.int32, bitcast=True)
-    return tl.where(score != score, 0x7FFFFFFF, bits ^ ((bits >> 31) & 0x7FFFFFFF))
+    return tl.where(score != score, 0x7FFFFFFF, to_ordered(score))
 
 
 @triton.jit

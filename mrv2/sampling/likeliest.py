@@ -16,6 +16,7 @@ from torch import Tensor
 
 from mrv2.ops.launch import Launch
 from mrv2.ops.twin import INTERPRETED, TwinOp
+from mrv2.sampling.order import to_ordered
 
 GROUPS = 512
 WIDTH = 4
@@ -61,8 +62,7 @@ def split_size(logits: Tensor) -> int:
 @triton.jit
 def _key(logit: tl.tensor) -> tl.tensor:
     # An int32 in the order of the floats: -0 equals 0, and NaN is the smallest.
-    bits = tl.where(logit == 0.0, 0.0, logit).to(tl.int32, bitcast=True)
-    return tl.where(logit != logit, _NAN_KEY, bits ^ ((bits >> 31) & 0x7FFFFFFF))
+    return tl.where(logit != logit, _NAN_KEY, to_ordered(logit))
 
 
 @triton.jit

@@ -21,6 +21,7 @@ from mrv2.ops.launch import Launch
 from mrv2.ops.twin import TwinOp
 from mrv2.plan import Arrival
 from mrv2.sampling.narrowing import Narrowing
+from mrv2.sampling.order import from_ordered, to_ordered
 from mrv2.sampling.stage import LogitsView, StageResources
 
 BLOCK = 2048
@@ -52,18 +53,6 @@ _LEAST_TOP_P = 2.0**-126
 """A smaller one may be 0 on the device, and then not even the likeliest token would be kept."""
 _CHUNK_ELEMENTS = 1 << 20
 """Elements in a temporary of the reference, which takes rows in chunks of about this size."""
-
-
-@triton.jit
-def _to_ordered(value: tl.tensor) -> tl.tensor:
-    # An int32 in the order of the floats. -0 equals 0; there is no NaN.
-    bits = tl.where(value == 0.0, 0.0, value).to(tl.int32, bitcast=True)
-    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
-
-
-@triton.jit
-def _from_ordered(ordered: tl.tensor) -> tl.tensor:
-    return (ordered ^ ((ordered >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -256,7 +245,7 @@ def _select(
         enough = offset + tl.sum(tl.where(ordered > middle, weight, 0.0), axis=0) >= goal
         low = tl.where(enough, middle + 1, low)
         high = tl.where(enough, high, middle)
-    return _from_ordered(low)
+    return from_ordered(low)
 
 
 @triton.jit
@@ -323,7 +312,7 @@ def _find(  # noqa: PLR0913, PLR0915 - its state is the state of one search
             if in_top | in_others:
                 inside = tl.where(in_top, likeliest.to(tl.int32), others.to(tl.int32)) == 1
                 offset = tl.where(in_top, 0.0, above)
-                threshold = _select(_to_ordered(value), inside, weight, offset, goal)
+                threshold = _select(to_ordered(value), inside, weight, offset, goal)
                 complete = in_top.to(tl.int32)
                 searching = tl.full((), 0, tl.int32)
             else:
@@ -333,8 +322,8 @@ def _find(  # noqa: PLR0913, PLR0915 - its state is the state of one search
                 missed = tl.where(fits & (weight_of_top < goal), tl.minimum(missed, top), missed)
                 short = fits & (above + weight_of_others < goal)
                 missed = tl.where(short, tl.minimum(missed, low), missed)
-                first = _to_ordered(reached)
-                last = tl.minimum(_to_ordered(missed), _to_ordered(peak) + 1)
+                first = to_ordered(reached)
+                last = tl.minimum(to_ordered(missed), to_ordered(peak) + 1)
                 if last - 1 <= first:
                     threshold = reached
                     searching = tl.full((), 0, tl.int32)
@@ -348,7 +337,7 @@ def _find(  # noqa: PLR0913, PLR0915 - its state is the state of one search
                     next_low = tl.maximum(middle - 0.5 * width, reached)
                     next_high = tl.minimum(middle + 0.5 * width, missed)
                     leap = fits & (passes < 4) & (weight_of_others > 0.0) & (next_low < next_high)
-                    halved = _from_ordered(_between(first, last))
+                    halved = from_ordered(_between(first, last))
                     low = tl.where(leap, next_low, reached)
                     high = tl.where(leap, next_high, halved)
                     top = tl.full((), float("inf"), tl.float32)
@@ -360,8 +349,8 @@ def _find(  # noqa: PLR0913, PLR0915 - its state is the state of one search
 @triton.jit
 def _raw_floor(cutoff: tl.tensor, divisor: tl.tensor) -> tl.tensor:
     # The least float that the division does not bring below the cutoff.
-    near = _to_ordered(cutoff * divisor) + tl.arange(0, 16) - 8
-    value = _from_ordered(near)
+    near = to_ordered(cutoff * divisor) + tl.arange(0, 16) - 8
+    value = from_ordered(near)
     reaches = tl.div_rn(value, divisor) >= cutoff
     floor = tl.min(tl.where(reaches, value, float("inf")), axis=0)
     return tl.where(cutoff > -_LARGEST, floor, -_LARGEST)
@@ -425,7 +414,7 @@ def _cut_to_top_kernel(  # noqa: PLR0913 - a kernel takes its pointers one by on
             origin = tl.max(value, axis=0)
             weight = tl.where(inside, _weight(value, scale, origin, True), 0.0)
             goal = top_p * tl.sum(weight, axis=0)
-            floor = _select(_to_ordered(value), inside, weight, 0.0, goal)
+            floor = _select(to_ordered(value), inside, weight, 0.0, goal)
         else:
             tl.debug_barrier()
             floor, complete, found = _find(
