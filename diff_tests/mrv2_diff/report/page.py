@@ -16,10 +16,12 @@ _TONES = {
     Verdict.MATCH: "good",
     Verdict.NEAR_TIE: "near",
     Verdict.KNOWN_DIFFERENCE: "near",
+    Verdict.REFERENCE_WRONG: "theirs",
+    Verdict.REFERENCE_CRASHED: "theirs",
     Verdict.INCONCLUSIVE: "open",
     Verdict.NOT_RUN: "open",
 }
-_SIGNS = {"good": "✓", "near": "≈", "open": "?", "bad": "✗"}
+_SIGNS = {"good": "✓", "near": "≈", "theirs": "!", "open": "?", "bad": "✗"}
 
 _KEY_FACTS = {
     "date": "",
@@ -90,6 +92,7 @@ def page(records: Sequence[Record]) -> str:
         areas=_by_area(cases),
         failures=[case for case in cases if not case.record.verdict.passes],
         total=len(cases),
+        at_fault=sum(_TONES.get(record.verdict) == "theirs" for record in records),
         passes=bool(cases) and all(record.verdict.passes for record in records),
         tally=[_verdict(verdict, number) for verdict, number in counts(records).items()],
         pairs=pairs_text(records),

@@ -306,3 +306,15 @@ def test_kept_records_give_one_table_a_device(tmp_path: Path, make_record: MakeR
 
 def test_without_kept_records_the_page_says_so(tmp_path: Path) -> None:
     assert "No records are kept yet." in render_committed(tmp_path)
+
+
+@pytest.mark.parametrize("verdict", list(Verdict))
+def test_a_page_marks_what_failed_and_nothing_that_passed(
+    make_record: MakeRecord, verdict: Verdict
+) -> None:
+    text = page([make_record(verdict=verdict)])
+    assert ("tone-bad" in text.split("</style>")[1]) is (
+        not verdict.passes and verdict not in (Verdict.INCONCLUSIVE, Verdict.NOT_RUN)
+    )
+    theirs = verdict in (Verdict.REFERENCE_WRONG, Verdict.REFERENCE_CRASHED)
+    assert ("in 1 the fault that it shows is the reference's" in text) is theirs
