@@ -313,7 +313,10 @@ def _written(schema: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         if argument.alias_info and argument.alias_info.is_write
     ]
     if len(schema.returns) not in (0, len(written)):
-        raise NotImplementedError(f"{schema.name} writes some of its results and makes others")
+        raise TypeError(
+            f"{schema.name} writes some of its results and makes others; a late stream knows "
+            "operations that do one or the other: use such a one in a step"
+        )
     return written[0] if len(schema.returns) == 1 else tuple(written) or None
 
 

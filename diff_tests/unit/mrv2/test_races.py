@@ -11,6 +11,7 @@ import torch
 
 from mrv2 import GrammarMask, KVGroup, PendingOutput, RunnerConfig, ThinkingMarkers
 from mrv2.sampling.bitmask import num_words
+from mrv2_diff import race_lane
 from mrv2_diff.late_play import Played, play_late
 from mrv2_diff.race_lane import (
     AtRandom,
@@ -274,3 +275,10 @@ def test_a_mask_and_forced_tokens_are_those_of_their_step(stream: LateStream, ma
     drawn = late[-1] if mask == "forced" else [token % 32 for token in late[-1]]
     assert drawn == list(range(1, 13))
     assert stream.most_behind > 0
+
+
+def test_an_operation_that_writes_some_results_and_makes_others_is_named() -> None:
+    schema = torch.ops.aten._native_batch_norm_legit.default._schema
+    arguments = [torch.ones(2) for _ in schema.arguments]
+    with pytest.raises(TypeError, match="_native_batch_norm_legit writes some"):
+        race_lane._written(schema, arguments, {})
