@@ -133,7 +133,7 @@ class Sampler:
         wants_processed = wishes.logprobs and self._logprobs.of_processed
         narrowing = Narrowing(self._no_division, self._no_cutoff, len(logits))
         keep = wishes.logprobs and not wants_processed
-        processed = self._process(logits, view, narrowing, keep=keep)
+        processed = self._process(wishes.stages, logits, view, narrowing, keep=keep)
         if wants_processed or self._trace.wants("processed_logits"):
             if narrowing.narrows:
                 processed = _writable(processed, logits if keep else None)
@@ -159,20 +159,26 @@ class Sampler:
         return sampled
 
     def _process(
-        self, logits: Tensor, view: LogitsView, narrowing: Narrowing, *, keep: bool
+        self,
+        stages: "tuple[_Acting, ...]",
+        logits: Tensor,
+        view: LogitsView,
+        narrowing: Narrowing,
+        *,
+        keep: bool,
     ) -> Tensor:
         """Return the logits that the draw reads; `logits` themselves stay if they are to be kept.
 
         They are copied only for a stage that rewrites them.
         """
         processed = logits
-        for stage in self._wishes_of(view.rows_np).stages:
-            if isinstance(stage, LogitsStage):
+        for stage in stages:
+            if stage.rewriting is not None:
                 processed = _writable(processed, logits if keep else None)
                 narrowing.settle(processed, view.logit_rows)
-                stage.apply(processed, view)
-            else:
-                stage.narrow(narrowing, processed, view)
+                stage.rewriting.apply(processed, view)
+            elif stage.narrowing is not None:
+                stage.narrowing.narrow(narrowing, processed, view)
         return processed
 
     def _touch(self) -> None:
@@ -184,10 +190,18 @@ class Sampler:
         if self._wishes is None or self._wishes.rows is not rows:
             self._wishes = _Wishes(
                 rows=rows,
-                stages=tuple(stage for stage in self._stages if stage.wants(rows)),
+                stages=tuple(_acting(stage) for stage in self._stages if stage.wants(rows)),
                 logprobs=self._logprobs.wants(rows),
             )
         return self._wishes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Acting:
+    """A stage that a batch wants, under what it is."""
+
+    rewriting: LogitsStage | None = None
+    narrowing: NarrowingStage | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -196,8 +210,15 @@ class _Wishes:
 
     rows: npt.NDArray[np.int32]
     """[num_logits] int32. Never changed in place."""
-    stages: tuple[LogitsStage | NarrowingStage, ...]
+    stages: tuple[_Acting, ...]
     logprobs: bool
+
+
+def _acting(stage: LogitsStage | NarrowingStage) -> _Acting:
+    """Tell a stage's kind, once for a batch: to ask a protocol costs as much as a launch."""
+    if isinstance(stage, LogitsStage):
+        return _Acting(rewriting=stage)
+    return _Acting(narrowing=stage)
 
 
 def _writable(logits: Tensor, kept: Tensor | None) -> Tensor:
