@@ -3,8 +3,16 @@
 It knows nothing of its host.
 """
 
-from mrv2.config import KVGroup, LogprobsMode, RunnerConfig, ThinkingMarkers
-from mrv2.errors import CapacityError, ConfigError, Mrv2Error, ProtocolError, UnsupportedByRunner
+from mrv2.config import GraphSizes, KVGroup, LogprobsMode, RunnerConfig, ThinkingMarkers
+from mrv2.errors import (
+    CapacityError,
+    CaptureError,
+    ConfigError,
+    Mrv2Error,
+    ProtocolError,
+    UnsupportedByRunner,
+)
+from mrv2.graphs.capture import Graph, GraphMaker
 from mrv2.output import Logprobs, PendingOutput, RunnerOutput
 from mrv2.plan import (
     Arrival,
@@ -25,9 +33,13 @@ from mrv2.trace import NullTrace, Probe, StepTrace
 __all__ = [
     "Arrival",
     "CapacityError",
+    "CaptureError",
     "ConfigError",
     "Continuation",
     "GrammarMask",
+    "Graph",
+    "GraphMaker",
+    "GraphSizes",
     "KVGroup",
     "LogitsView",
     "Logprobs",

@@ -46,6 +46,27 @@ class KVGroup:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class GraphSizes:
+    """Shapes that steps are padded to, so that few graphs serve all of them.
+
+    Raises:
+        ConfigError: A size is not positive, or stands twice.
+    """
+
+    decodes: tuple[int, ...] = ()
+    """Requests of a decode step that is captured whole, from its inputs to its committed tokens."""
+    forwards: tuple[int, ...] = ()
+    """Tokens of a forward of which the model itself replays what it captured. Others are not
+    padded."""
+
+    def __post_init__(self) -> None:
+        for name in ("decodes", "forwards"):
+            sizes = getattr(self, name)
+            if any(size < 1 for size in sizes) or len(set(sizes)) != len(sizes):
+                raise ConfigError(f"{name} is {sizes}; give positive sizes, each once")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RunnerConfig:
     """Sizes of everything that the runner allocates, and where.
 
@@ -65,12 +86,27 @@ class RunnerConfig:
     logprobs_mode: LogprobsMode = "raw_logprobs"
     thinking: ThinkingMarkers | None = None
     """Needed by requests with a thinking budget."""
+    graphs: GraphSizes = GraphSizes()
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of all per-request state: one for each live request, and the idle row."""
+        return self.max_num_reqs + 1
+
+    @property
+    def idle_row(self) -> int:
+        """The row of no request. What pads a batch runs on it, and leaves it as it is."""
+        return self.max_num_reqs
 
     def __post_init__(self) -> None:
         for name in ("max_num_reqs", "max_num_tokens", "max_model_len", "vocab_size"):
             value = getattr(self, name)
             if value < 1:
                 raise ConfigError(f"{name} is {value}; it must be at least 1")
+        for name, bound in (("decodes", "max_num_reqs"), ("forwards", "max_num_tokens")):
+            largest, most = max(getattr(self.graphs, name), default=0), getattr(self, bound)
+            if largest > most:
+                raise ConfigError(f"graphs.{name} has {largest}; {bound} is {most}")
         for index, group in enumerate(self.kv_groups):
             if min(group.block_size, group.max_blocks, group.num_blocks) < 1:
                 raise ConfigError(

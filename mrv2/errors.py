@@ -6,6 +6,7 @@
       ConfigError (ValueError)        the caller asked for something impossible
         UnsupportedByRunner           a feature that this runner does not have; carries every reason
       CapacityError (RuntimeError)    rows, blocks or tokens exceed what was allocated
+      CaptureError (RuntimeError)     a step cannot become a CUDA graph
       ProtocolError (RuntimeError)    calls out of order, or a request that is not there
 
 A message names the offending value, the bound, and what to change.
@@ -37,6 +38,10 @@ class UnsupportedByRunner(ConfigError):
 
 class CapacityError(Mrv2Error, RuntimeError):
     """More rows, blocks or tokens than were allocated. Names the limit and its field."""
+
+
+class CaptureError(Mrv2Error, RuntimeError):
+    """A step cannot become a CUDA graph, or did so only in part. No graph is left."""
 
 
 class ProtocolError(Mrv2Error, RuntimeError):

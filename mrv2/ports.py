@@ -17,11 +17,15 @@ class ForwardInputs:
     """Exactly what the model is given."""
 
     input_ids: Tensor
-    """[num_tokens] int32."""
+    """[num_tokens] int32. Where the step was padded, more; what pads it has no meaning."""
     positions: Tensor
-    """[num_tokens] int64."""
+    """[num_tokens] int64, padded as `input_ids`."""
     attention: object
-    """What `AttentionPlanner.plan` made; only the host's model knows its type."""
+    """What `AttentionPlanner.plan` made, not padded; only the host's model knows its type. None
+    where a forward is only captured."""
+    replays: bool = False
+    """Whether the model is to replay what it captured for so many tokens. It captures at the first
+    such call, whose inputs are at the addresses of all later ones."""
 
 
 class AttentionPlanner(Protocol):
@@ -29,6 +33,9 @@ class AttentionPlanner(Protocol):
 
     def plan(self, batch: InputBatch) -> object:
         """Return the metadata of one step.
+
+        A call may be captured in a CUDA graph, with what it queues: then the lengths of the batch's
+        layout are the longest that can be, and those on the device change with each replay.
 
         Args:
             batch: Inputs of the step, with a block table and a slot mapping for each KV group.
@@ -39,7 +46,10 @@ class Model(Protocol):
     """The network, from token ids to logits."""
 
     def forward(self, inputs: ForwardInputs) -> Tensor:
-        """Return hidden states, [num_tokens, hidden_size], and write the KV of every token."""
+        """Return hidden states, [num_tokens, hidden_size], and write the KV of every token.
+
+        Of padded inputs it may return as many as there are.
+        """
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """Return the logits, [num_logits, vocab_size], of hidden [num_logits, hidden_size]."""

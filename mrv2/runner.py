@@ -8,22 +8,26 @@ before this one's output was waited for: nothing that it needs has to come back 
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
 from mrv2.batch.commit import commit_step
-from mrv2.batch.inputs import InputBatch, InputBuffers, prepare_inputs
+from mrv2.batch.inputs import InputBatch, InputBuffers, gather_inputs, prepare_inputs
 from mrv2.batch.layout import (
     BatchLayout,
+    idle_decode,
     is_next_decode,
     lay_out_next_decode,
     layout_batch,
 )
 from mrv2.config import RunnerConfig
-from mrv2.errors import ConfigError, ProtocolError
-from mrv2.graphs.shape import choose
+from mrv2.errors import CapacityError, ConfigError, ProtocolError
+from mrv2.graphs.capture import CudaGraphMaker, GraphMaker
+from mrv2.graphs.decode import DecodeGraphs, DrawnStep
+from mrv2.graphs.shape import GraphKey, GraphMode, GraphShapes
 from mrv2.memory.transfers import Transfers
 from mrv2.output import PendingOutput
 from mrv2.plan import StepPlan
@@ -50,6 +54,8 @@ class StepInFlight:
     """[num_tokens, hidden_size]."""
     number: int
     """Counts steps, so that one is sampled once and in order."""
+    drawn: DrawnStep | None = None
+    """What a replayed step has drawn and committed already."""
 
 
 class Runner:
@@ -62,6 +68,10 @@ class Runner:
         transfers: Carries every copy; one of its own by default.
         trace: Observes the step's values; nobody by default.
         stages: What processes logits, in order; `stages_with` adds a host's own.
+        graph_maker: Captures decode steps. By default CUDA graphs on a GPU, and none elsewhere.
+
+    Raises:
+        ConfigError: Decode steps are to be captured, and nothing here can.
     """
 
     def __init__(
@@ -72,13 +82,21 @@ class Runner:
         transfers: Transfers | None = None,
         trace: StepTrace | None = None,
         stages: tuple[StageFactory, ...] = STAGES,
+        graph_maker: GraphMaker | None = None,
     ) -> None:
+        if graph_maker is None and config.device.type == "cuda":
+            graph_maker = CudaGraphMaker(config.device)
+        if graph_maker is None and config.graphs.decodes:
+            raise ConfigError(
+                f"graphs.decodes is {config.graphs.decodes}; on {config.device.type} steps cannot "
+                "be captured: leave it empty"
+            )
         self.config = config
         self.transfers = transfers or Transfers(config.device)
         self.trace: StepTrace = trace or NullTrace()
         self.rows = RowTable(config.max_num_reqs)
-        self.requests = RequestColumns(config.max_num_reqs, config.max_model_len, self.transfers)
-        self.block_tables = BlockTables(config.kv_groups, config.max_num_reqs, self.transfers)
+        self.requests = RequestColumns(config.num_rows, config.max_model_len, self.transfers)
+        self.block_tables = BlockTables(config.kv_groups, config.num_rows, self.transfers)
         self.sampler = Sampler(config, self.requests, self.transfers, self.trace, stages)
         self._prompt_logprobs = PromptLogprobs(config, self.requests, self.transfers)
         self._row_states: tuple[RowState, ...] = (
@@ -88,6 +106,8 @@ class Runner:
             self._prompt_logprobs,
         )
         self._buffers = InputBuffers(config)
+        self._shapes = GraphShapes(config.graphs)
+        self._graphs = None if graph_maker is None else DecodeGraphs(config.idle_row, graph_maker)
         self._model = model
         self._attention = attention
         self._last_layout: BatchLayout | None = None
@@ -95,6 +115,7 @@ class Runner:
         """Tokens more that each request of the last step can run in its blocks."""
         self._num_executed = 0
         self._num_sampled = 0
+        self._is_captured = False
 
     def execute(self, plan: StepPlan) -> StepInFlight:
         """Queue one step up to the hidden states. Never blocks.
@@ -112,21 +133,116 @@ class Runner:
         self._flush()
         self.requests.advance(layout.rows, layout.query_lens)
         self.trace.record("layout", layout)
-        self.trace.record("graph_key", choose(layout))
+        key = self._shapes.choose(layout, is_captured=self._is_captured)
+        self.trace.record("graph_key", key)
+        step = (
+            self._replay(layout, key) if key.mode is GraphMode.DECODE else self._launch(layout, key)
+        )
+        self._num_executed += 1
+        return step
+
+    def capture(self) -> None:
+        """Capture every size of `config.graphs`; steps are replayed from then on.
+
+        Call it before the first request arrives. No row is changed by it. A second call captures
+        anew.
+
+        Raises:
+            CaptureError: A step cannot be captured. All steps stay eager.
+        """
+        self.release_graphs()
+        config, graphs = self.config, self._graphs
+        for num_tokens in sorted(config.graphs.forwards, reverse=True):
+            input_ids, positions = self._buffers.padded(num_tokens)
+            for replays in (False, True):  # what a first run allocates is not captured
+                self._model.forward(
+                    ForwardInputs(
+                        input_ids=input_ids, positions=positions, attention=None, replays=replays
+                    )
+                )
+        for num_reqs in sorted(config.graphs.decodes, reverse=True):
+            assert graphs is not None, "the constructor refuses sizes that nothing can capture"
+            layout = idle_decode(num_reqs, config.idle_row, config.max_model_len)
+            self.transfers.begin_step()
+            self._buffers.upload(layout, self.transfers)
+            graphs.capture(num_reqs, partial(self._queue_decode, layout))
+        self._is_captured = True
+
+    def release_graphs(self) -> None:
+        """Let go of what `capture` made; steps run eagerly until it is called again."""
+        self._is_captured = False
+        if self._graphs is not None:
+            self._graphs.release()
+
+    def run_idle(self, num_reqs: int) -> Tensor:
+        """Queue a decode step of requests that are none, as a real one would be; no row changes.
+
+        Args:
+            num_reqs: How many; at most `max_num_reqs`.
+
+        Returns:
+            Hidden states, [num_reqs, hidden_size].
+
+        Raises:
+            CapacityError: There are more requests than rows.
+        """
+        if not 1 <= num_reqs <= self.config.max_num_reqs:
+            raise CapacityError(
+                f"{num_reqs} idle requests are to run; max_num_reqs is {self.config.max_num_reqs}"
+            )
+        layout = idle_decode(num_reqs, self.config.idle_row, 1)
+        key = self._shapes.choose(layout, is_captured=self._is_captured)
+        self.transfers.begin_step()
+        self._flush()
+        if key.mode is GraphMode.DECODE:
+            return self._replay(layout, key).hidden
+        self._buffers.upload(layout, self.transfers)
+        return self._queue_decode(layout).hidden
+
+    def _launch(self, layout: BatchLayout, key: GraphKey) -> StepInFlight:
+        """Queue a step up to its hidden states, operation by operation."""
         batch = prepare_inputs(
             layout, self.requests, self.block_tables, self._buffers, self.transfers
         )
         self.trace.record("batch", batch)
+        input_ids, positions = self._buffers.padded(key.num_tokens)
+        inputs = ForwardInputs(
+            input_ids=input_ids,
+            positions=positions,
+            attention=self._attention.plan(batch),
+            replays=key.mode is GraphMode.FORWARD,
+        )
+        self.trace.record("forward_inputs", inputs)
+        hidden = self._model.forward(inputs)
+        self.trace.record("hidden", hidden)
+        return StepInFlight(batch=batch, hidden=hidden, number=self._num_executed + 1)
+
+    def _replay(self, layout: BatchLayout, key: GraphKey) -> StepInFlight:
+        """Queue a whole decode step, its commit included, in one launch."""
+        assert self._graphs is not None, "a decode is replayed only where it was captured"
+        step = self._graphs.replay(layout, key.num_reqs, self._buffers, self.transfers)
+        self.trace.record("batch", step.batch)
+        self.trace.record("forward_inputs", step.inputs)
+        self.trace.record("hidden", step.hidden)
+        return StepInFlight(
+            batch=step.batch, hidden=step.hidden, number=self._num_executed + 1, drawn=step
+        )
+
+    def _queue_decode(self, layout: BatchLayout) -> DrawnStep:
+        """Queue a decode step with a plain draw, over rows that are uploaded already."""
+        batch = gather_inputs(layout, self.requests, self.block_tables, self._buffers)
         inputs = ForwardInputs(
             input_ids=batch.input_ids,
             positions=batch.positions,
             attention=self._attention.plan(batch),
         )
-        self.trace.record("forward_inputs", inputs)
         hidden = self._model.forward(inputs)
-        self.trace.record("hidden", hidden)
-        self._num_executed += 1
-        return StepInFlight(batch=batch, hidden=hidden, number=self._num_executed)
+        logits = self._model.compute_logits(hidden)
+        token_ids = self.sampler.draw_plainly(logits, batch.logits_view)
+        self._commit(batch, token_ids)
+        return DrawnStep(
+            batch=batch, inputs=inputs, hidden=hidden, logits=logits, token_ids=token_ids
+        )
 
     def sample(
         self,
@@ -158,11 +274,20 @@ class Runner:
         if grammar is not None:
             grammar.check(batch.layout.num_logits, self.config.vocab_size)
         self._num_sampled = step.number
-        logits = self._model.compute_logits(_of_logits(step))
+        drawn = step.drawn
+        logits = self._model.compute_logits(_of_logits(step)) if drawn is None else drawn.logits
         if grammar is not None:
             grammar.apply(logits, self.transfers)
         self.trace.record("logits", logits)
-        sampled = self.sampler(logits, batch.logits_view)
+        is_drawn = (
+            drawn is not None
+            and grammar is None
+            and self.sampler.draws_plainly(batch.logits_view.rows_np)
+        )
+        if drawn is not None and is_drawn:
+            sampled = self.sampler.drawn(drawn.token_ids, logits, batch.logits_view)
+        else:
+            sampled = self.sampler(logits, batch.logits_view)
         prompt_scores = self._prompt_logprobs.score(
             batch.layout.rows,
             batch.layout.num_computed_tokens,
@@ -174,17 +299,21 @@ class Runner:
         committed = sampled.token_ids
         if forced_ids is not None:
             committed = self.transfers.upload(forced_ids)
+        if forced_ids is not None or not is_drawn:
+            self._commit(batch, committed)
+        self.trace.record("committed", committed)
+        return pending
+
+    def _commit(self, batch: InputBatch, token_ids: Tensor) -> None:
         commit_step(
             batch.rows,
             batch.seq_lens,
             batch.logits_view.logit_rows,
             batch.logits_view.positions,
-            committed,
+            token_ids,
             self.requests.token_ids.tensor,
             self.requests.num_computed_tokens.tensor,
         )
-        self.trace.record("committed", committed)
-        return pending
 
     def update_rows(self, plan: StepPlan) -> None:
         """Apply a plan's lifecycle events on the host, for a step that runs nothing.

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from mrv2 import runner
-from mrv2.batch.inputs import InputBuffers, InputViews
+from mrv2.batch.inputs import InputBuffers
 from mrv2.batch.layout import BatchLayout, Int32, is_next_decode
 from mrv2.memory.transfers import Transfers
 from mrv2.output import PendingOutput
@@ -209,10 +209,10 @@ def _next_decode_in_another_order() -> AbstractContextManager[object]:
 
 
 def _upload_skipped_by_shape() -> AbstractContextManager[object]:
-    def faulty(self: InputBuffers, packed: Int32, views: InputViews, transfers: Transfers) -> None:
-        if self._uploaded is None or packed.shape != self._uploaded.shape:
-            transfers.upload(packed, out=views.packed)
-            self._uploaded = packed
+    def faulty(self: InputBuffers, layout: BatchLayout, transfers: Transfers) -> None:
+        if self._uploaded is None or layout.packed.shape != self._uploaded.shape:
+            transfers.upload(layout.packed, out=self._packed[: len(layout.packed)])
+            self._uploaded = layout.packed
 
     return patch.object(InputBuffers, "upload", faulty)
 

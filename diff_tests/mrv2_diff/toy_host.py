@@ -14,6 +14,7 @@ from typing import Protocol
 from mrv2 import (
     Arrival,
     Continuation,
+    GraphMaker,
     KVGroup,
     PendingOutput,
     Runner,
@@ -206,6 +207,7 @@ class Toy:
         windows: Attention windows, as for `HashLM`.
         transfers: Carries every copy; the runner's own by default.
         around: Returns what stands between the runner and the model; nothing by default.
+        graph_maker: Captures the sizes of `config.graphs`, at once.
     """
 
     def __init__(
@@ -215,10 +217,13 @@ class Toy:
         windows: Sequence[int | None] | None = None,
         transfers: Transfers | None = None,
         around: Callable[[HashLM], Ports] = lambda model: model,
+        graph_maker: GraphMaker | None = None,
     ) -> None:
         self.model = HashLM(config, num_blocks, windows)
         ports = around(self.model)
-        self.runner = Runner(config, ports, ports, transfers)
+        self.runner = Runner(config, ports, ports, transfers, graph_maker=graph_maker)
+        if graph_maker is not None:
+            self.runner.capture()
         self.host = ToyHost(config.kv_groups, num_blocks)
         self._vocab_size = config.vocab_size
         self._windows = tuple(windows or (None,) * len(config.kv_groups))

@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from mrv2.batch.decode import decode_blocks, decode_tokens
 from mrv2.batch.layout import BatchLayout, Int32, section_len
 from mrv2.config import RunnerConfig
 from mrv2.memory.transfers import Transfers
@@ -206,7 +207,6 @@ locate_logits = TwinOp(
 class InputViews(NamedTuple):
     """The parts of the input buffers that a step of one shape uses; see `InputBatch`."""
 
-    packed: Tensor
     rows: Tensor
     query_start_loc: Tensor
     cu_num_logits: Tensor
@@ -259,16 +259,22 @@ class InputBuffers:
             self._views, self._shape = self._cut(*shape), shape
         return self._views
 
-    def upload(self, packed: Int32, views: InputViews, transfers: Transfers) -> None:
+    def padded(self, num_tokens: int) -> tuple[Tensor, Tensor]:
+        """Return token ids and positions up to a padded number of tokens; [num_tokens] each.
+
+        What lies behind a step's own tokens was some other step's.
+        """
+        return self._input_ids[:num_tokens], self._positions[:num_tokens]
+
+    def upload(self, layout: BatchLayout, transfers: Transfers) -> None:
         """Queue the copy of a layout's packed values, unless they are the last ones uploaded."""
-        if packed is not self._uploaded:
-            transfers.upload(packed, out=views.packed)
-            self._uploaded = packed
+        if layout.packed is not self._uploaded:
+            transfers.upload(layout.packed, out=self._packed[: len(layout.packed)])
+            self._uploaded = layout.packed
 
     def _cut(self, num_reqs: int, num_tokens: int, num_logits: int) -> InputViews:
         section = section_len(num_reqs)
         return InputViews(
-            packed=self._packed[: 3 * section],
             rows=self._packed[:num_reqs],
             query_start_loc=self._packed[section : section + num_reqs + 1],
             cu_num_logits=self._packed[2 * section : 2 * section + num_reqs + 1],
@@ -287,7 +293,8 @@ class InputBuffers:
 class InputBatch:
     """A step's layout with its device values, all in batch order.
 
-    Some are views of buffers that the next step reuses.
+    Some are views of buffers that the next step reuses. Where the step was padded, they end at its
+    own requests and tokens.
     """
 
     layout: BatchLayout
@@ -305,7 +312,7 @@ class InputBatch:
     """[num_reqs] int32."""
     block_tables: tuple[Tensor, ...]
     """[num_reqs, max_blocks] int32 for each KV group.
-    Columns beyond the batch's longest request are stale."""
+    Columns beyond a request's own blocks are stale."""
     slots: tuple[Tensor, ...]
     """[num_tokens] int64 for each KV group."""
     logits_indices: Tensor
@@ -321,8 +328,74 @@ def prepare_inputs(
     transfers: Transfers,
 ) -> InputBatch:
     """Queue everything that turns a layout into device inputs: one upload, then kernels."""
+    buffers.upload(layout, transfers)
+    return gather_inputs(layout, requests, block_tables, buffers)
+
+
+def gather_inputs(
+    layout: BatchLayout,
+    requests: RequestColumns,
+    block_tables: BlockTables,
+    buffers: InputBuffers,
+) -> InputBatch:
+    """Queue the kernels that make the inputs of a layout whose packed values are on the device."""
     views = buffers.views(layout)
-    buffers.upload(layout.packed, views, transfers)
+    if layout.is_decode:
+        _gather_decode(layout, requests, block_tables, views)
+        logits_indices, logit_rows = views.query_start_loc[:-1], views.rows
+    else:
+        _gather(layout, requests, block_tables, views)
+        logits_indices, logit_rows = views.logits_indices, views.logit_rows
+    return InputBatch(
+        layout=layout,
+        rows=views.rows,
+        query_start_loc=views.query_start_loc,
+        cu_num_logits=views.cu_num_logits,
+        input_ids=views.input_ids,
+        positions=views.positions,
+        seq_lens=views.seq_lens,
+        block_tables=views.block_tables,
+        slots=views.slots,
+        logits_indices=logits_indices,
+        logits_view=LogitsView(
+            logit_rows=logit_rows,
+            positions=views.logit_positions,
+            rows_np=layout.logit_rows,
+        ),
+    )
+
+
+def _gather_decode(
+    layout: BatchLayout, requests: RequestColumns, block_tables: BlockTables, views: InputViews
+) -> None:
+    decode_tokens(
+        views.rows,
+        requests.idle_row,
+        requests.token_ids.tensor,
+        requests.num_computed_tokens.tensor,
+        views.input_ids,
+        views.positions,
+        views.seq_lens,
+        views.logit_positions,
+    )
+    for group, table, gathered, slots in zip(
+        block_tables.groups, block_tables.tables, views.block_tables, views.slots, strict=True
+    ):
+        num_columns = -(-layout.max_seq_len // group.block_size)
+        decode_blocks(
+            table.tensor,
+            views.rows,
+            views.seq_lens,
+            group.block_size,
+            num_columns,
+            gathered,
+            slots,
+        )
+
+
+def _gather(
+    layout: BatchLayout, requests: RequestColumns, block_tables: BlockTables, views: InputViews
+) -> None:
     gather_tokens(
         views.rows,
         views.query_start_loc,
@@ -355,21 +428,4 @@ def prepare_inputs(
         views.logits_indices,
         views.logit_rows,
         views.logit_positions,
-    )
-    return InputBatch(
-        layout=layout,
-        rows=views.rows,
-        query_start_loc=views.query_start_loc,
-        cu_num_logits=views.cu_num_logits,
-        input_ids=views.input_ids,
-        positions=views.positions,
-        seq_lens=views.seq_lens,
-        block_tables=views.block_tables,
-        slots=views.slots,
-        logits_indices=views.logits_indices,
-        logits_view=LogitsView(
-            logit_rows=views.logit_rows,
-            positions=views.logit_positions,
-            rows_np=layout.logit_rows,
-        ),
     )

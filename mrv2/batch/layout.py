@@ -49,6 +49,11 @@ class BatchLayout:
     total_known: int
     """Sum of what is known of each request, `Scheduled.num_known_tokens`."""
 
+    @property
+    def is_decode(self) -> bool:
+        """Whether every request runs one token and draws the next."""
+        return self.max_query_len == 1 and self.num_logits == self.num_reqs
+
 
 def section_len(num_reqs: int) -> int:
     """Return the length of a section of `BatchLayout.packed`: `num_reqs + 1` in steps of 16 bytes.
@@ -147,3 +152,32 @@ def lay_out_next_decode(layout: BatchLayout, scheduled: Scheduled) -> BatchLayou
         max_num_logits=1,
         total_known=layout.total_known + layout.num_reqs,
     )
+
+
+def idle_decode(num_reqs: int, idle_row: int, seq_len: int) -> BatchLayout:
+    """Return a decode step of so many requests that are none.
+
+    Args:
+        num_reqs: Batch positions.
+        idle_row: The row that all of them name.
+        seq_len: Tokens of each, for whoever sizes something by the longest.
+    """
+    return _decode(np.full(num_reqs, idle_row, dtype=np.int32), seq_len)
+
+
+def pad_decode(layout: BatchLayout, num_reqs: int, idle_row: int) -> BatchLayout:
+    """Return a decode step with idle requests behind its own, up to `num_reqs` in all."""
+    rows = np.full(num_reqs, idle_row, dtype=np.int32)
+    rows[: layout.num_reqs] = layout.rows
+    return _decode(rows, layout.max_seq_len)
+
+
+def _decode(rows: Int32, seq_len: int) -> BatchLayout:
+    num_reqs = len(rows)
+    scheduled = Scheduled(
+        req_ids=[""] * num_reqs,
+        num_tokens=[1] * num_reqs,
+        num_computed_tokens=[seq_len - 1] * num_reqs,
+        num_known_tokens=[seq_len] * num_reqs,
+    )
+    return layout_batch(scheduled, rows)

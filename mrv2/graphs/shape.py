@@ -1,30 +1,67 @@
-"""The shape of a step, and how it is launched. Pure host arithmetic.
+"""How a step reaches the device, and the shape that it is padded to. Pure host arithmetic."""
 
-Every step is launched eagerly, so the key is recorded and read by nobody: it is where captured
-graphs come in.
-"""
-
+from bisect import bisect_left
+from collections.abc import Sequence
 from enum import StrEnum
 from typing import NamedTuple
 
 from mrv2.batch.layout import BatchLayout
+from mrv2.config import GraphSizes
 
 
 class GraphMode(StrEnum):
-    """How the forward of a step reaches the device."""
+    """How a step reaches the device."""
 
     EAGER = "eager"
     """Operation by operation."""
+    FORWARD = "forward"
+    """Operation by operation, but in the forward the model replays what it captured itself."""
+    DECODE = "decode"
+    """From its inputs to its committed tokens in one launch."""
 
 
 class GraphKey(NamedTuple):
-    """Identifies what a step could be captured as and replayed from."""
+    """The mode of a step, and its padded shape."""
 
     mode: GraphMode
     num_tokens: int
     num_reqs: int
 
 
-def choose(layout: BatchLayout) -> GraphKey:
-    """Return the key of a step: its own shape, launched eagerly."""
-    return GraphKey(GraphMode.EAGER, layout.num_tokens, layout.num_reqs)
+class GraphShapes:
+    """Decides the mode and the padded shape of each step. The only place that does.
+
+    Args:
+        sizes: What may be padded to.
+    """
+
+    def __init__(self, sizes: GraphSizes) -> None:
+        self._decodes = sorted(sizes.decodes)
+        self._forwards = sorted(sizes.forwards)
+
+    def choose(self, layout: BatchLayout, *, is_captured: bool) -> GraphKey:
+        """Return the key of a step.
+
+        A decode that fits is replayed whole. What does not fit is padded for the model's own graphs
+        where it fits those, and runs in its own shape otherwise.
+
+        Args:
+            layout: The step's.
+            is_captured: Whether there are graphs to replay. Until then every step runs eagerly.
+        """
+        if not is_captured:
+            return GraphKey(GraphMode.EAGER, layout.num_tokens, layout.num_reqs)
+        if layout.is_decode:
+            size = _least(self._decodes, layout.num_reqs)
+            if size is not None:
+                return GraphKey(GraphMode.DECODE, size, size)
+        size = _least(self._forwards, layout.num_tokens)
+        if size is not None:
+            return GraphKey(GraphMode.FORWARD, size, layout.num_reqs)
+        return GraphKey(GraphMode.EAGER, layout.num_tokens, layout.num_reqs)
+
+
+def _least(sizes: Sequence[int], wanted: int) -> int | None:
+    """Return the least of the ascending sizes that is at least what is wanted."""
+    index = bisect_left(sizes, wanted)
+    return sizes[index] if index < len(sizes) else None

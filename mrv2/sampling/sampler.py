@@ -28,6 +28,7 @@ from mrv2.sampling.stage import (
     StageResources,
 )
 from mrv2.sampling.stages import STAGES
+from mrv2.sampling.temperature import Temperature
 from mrv2.state.protocol import RowState
 from mrv2.state.requests import RequestColumns
 from mrv2.trace import NullTrace, StepTrace
@@ -63,9 +64,9 @@ class Sampler:
         stages: tuple[StageFactory, ...] = STAGES,
     ) -> None:
         self._trace = trace
-        self._columns = DrawColumns(config.max_num_reqs, transfers)
+        self._columns = DrawColumns(config.num_rows, transfers)
         resources = StageResources(
-            max_num_reqs=config.max_num_reqs,
+            max_num_reqs=config.num_rows,
             vocab_size=config.vocab_size,
             transfers=transfers,
             columns=self._columns,
@@ -78,7 +79,7 @@ class Sampler:
         self._changed = False
         self._wishes: _Wishes | None = None
         self._no_division = torch.zeros(
-            config.max_num_reqs, dtype=torch.float32, device=transfers.device
+            config.num_rows, dtype=torch.float32, device=transfers.device
         )
         self._no_cutoff = torch.full(
             (config.max_num_tokens,), -torch.inf, dtype=torch.float32, device=transfers.device
@@ -158,6 +159,54 @@ class Sampler:
         self._trace.record("sampled", sampled)
         return sampled
 
+    def draw_plainly(self, logits: Tensor, view: LogitsView) -> Tensor:
+        """Queue the draw where no stage has a say but the temperature, and nobody wants logprobs.
+
+        It asks no row what it wants, so it can be captured in a graph and replayed for others.
+
+        Args:
+            logits: [num_logits, vocab_size], any float dtype, only read.
+            view: Whose logits these are; its host rows are not looked at.
+
+        Returns:
+            [num_logits] int64.
+        """
+        token_ids = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
+        temperature = self._columns.temperature.device_tensor
+        draw(
+            token_ids,
+            logits,
+            view.logit_rows,
+            view.positions,
+            temperature,
+            self._columns.seed.device_tensor,
+            temperature,
+            self._no_cutoff,
+        )
+        return token_ids
+
+    def draws_plainly(self, rows: npt.NDArray[np.int32]) -> bool:
+        """Say whether `draw_plainly` is all that these rows want."""
+        return self._wishes_of(rows).are_plain
+
+    def drawn(self, token_ids: Tensor, logits: Tensor, view: LogitsView) -> SamplerOutput:
+        """Package what `draw_plainly` drew from logits, for rows that want no more.
+
+        Args:
+            token_ids: [num_logits] int64.
+            logits: [num_logits, vocab_size]; only read.
+            view: Whose logits these are.
+        """
+        if self._trace.wants("processed_logits"):
+            processed = logits.to(torch.float32, copy=True)
+            narrowing = Narrowing(self._no_division, self._no_cutoff, len(logits))
+            narrowing.divide_by(self._columns.temperature.device_tensor)
+            narrowing.settle(processed, view.logit_rows)
+            self._trace.record("processed_logits", processed)
+        sampled = SamplerOutput(token_ids=token_ids, logprobs=None)
+        self._trace.record("sampled", sampled)
+        return sampled
+
     def _process(
         self,
         stages: "tuple[_Acting, ...]",
@@ -203,6 +252,11 @@ class _Acting:
     rewriting: LogitsStage | None = None
     narrowing: NarrowingStage | None = None
 
+    @property
+    def divides(self) -> bool:
+        """Whether the stage is the temperature's."""
+        return isinstance(self.narrowing, Temperature)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Wishes:
@@ -212,6 +266,11 @@ class _Wishes:
     """[num_logits] int32. Never changed in place."""
     stages: tuple[_Acting, ...]
     logprobs: bool
+
+    @property
+    def are_plain(self) -> bool:
+        """Whether nothing happens to the logits but the division by the temperature."""
+        return not self.logprobs and all(stage.divides for stage in self.stages)
 
 
 def _acting(stage: LogitsStage | NarrowingStage) -> _Acting:
@@ -249,7 +308,7 @@ def draw_unattached(logits: Tensor) -> Tensor:
         vocab_size=vocab_size,
         kv_groups=(),
     )
-    requests = RequestColumns(num_logits, 1, transfers)
+    requests = RequestColumns(config.num_rows, 1, transfers)
     sampler = Sampler(config, requests, transfers, NullTrace())
     for row in range(num_logits):
         arrival = Arrival(

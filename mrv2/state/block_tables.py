@@ -151,19 +151,19 @@ class BlockTables:
 
     Args:
         groups: KV groups in the scheduler's order.
-        max_num_reqs: Rows.
+        num_rows: Rows.
         transfers: Carries staged writes.
     """
 
-    def __init__(self, groups: Sequence[KVGroup], max_num_reqs: int, transfers: Transfers) -> None:
+    def __init__(self, groups: Sequence[KVGroup], num_rows: int, transfers: Transfers) -> None:
         self.groups = tuple(groups)
         self.tables = tuple(
             StagedWriteTensor(
-                (max_num_reqs, group.max_blocks), torch.int32, transfers.device, transfers
+                (num_rows, group.max_blocks), torch.int32, transfers.device, transfers
             )
             for group in groups
         )
-        self._num_blocks = np.zeros((len(self.groups), max_num_reqs), dtype=np.int32)
+        self._num_blocks = np.zeros((len(self.groups), num_rows), dtype=np.int32)
 
     def admit(self, row: int, arrival: Arrival) -> None:
         """Stage the blocks of a request that arrived, from the first column on."""

@@ -23,22 +23,22 @@ class RequestColumns:
     """Tokens and counters, a row for each request.
 
     Args:
-        max_num_reqs: Rows.
+        num_rows: Rows; the last is the idle one.
         max_model_len: Tokens that a row can hold.
         transfers: Carries staged writes.
     """
 
-    def __init__(self, max_num_reqs: int, max_model_len: int, transfers: Transfers) -> None:
+    def __init__(self, num_rows: int, max_model_len: int, transfers: Transfers) -> None:
         device = transfers.device
+        self.idle_row = num_rows - 1
+        """The row of no request: it has no tokens."""
         self.token_ids = StagedWriteTensor(
-            (max_num_reqs, max_model_len + 1), torch.int32, device, transfers
+            (num_rows, max_model_len + 1), torch.int32, device, transfers
         )
-        self.num_computed_tokens = StagedWriteTensor(
-            (max_num_reqs,), torch.int32, device, transfers
-        )
-        self.prompt_len = MirroredTensor(max_num_reqs, torch.int32, transfers)
+        self.num_computed_tokens = StagedWriteTensor((num_rows,), torch.int32, device, transfers)
+        self.prompt_len = MirroredTensor(num_rows, torch.int32, transfers)
         """How many of a row's tokens are its prompt; those behind it are output."""
-        self._settled = np.zeros(max_num_reqs, dtype=np.int32)
+        self._settled = np.zeros(num_rows, dtype=np.int32)
         self._advance: tuple[Int32, Int32] | None = None
         self._num_advances = 0
         """How often the last advance is to be added to `_settled`: a batch that only decodes on
@@ -88,7 +88,7 @@ class RequestColumns:
 
     @property
     def _counted(self) -> Int32:
-        """[max_num_reqs]. What the device will count once everything queued has run.
+        """[num_rows]. What the device will count once everything queued has run.
 
         It tells when the scheduler disagrees.
         """

@@ -4,14 +4,17 @@ import torch
 from vllm.config import VllmConfig
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
-from mrv2 import RunnerConfig, ThinkingMarkers
+from mrv2 import GraphSizes, RunnerConfig, ThinkingMarkers
 from mrv2_compat.vllm_v1.kv_cache import kv_groups
 
 
 def runner_config(
-    vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, device: torch.device
+    vllm_config: VllmConfig,
+    kv_cache_config: KVCacheConfig,
+    device: torch.device,
+    graphs: GraphSizes | None = None,
 ) -> RunnerConfig:
-    """Return the sizes of everything that the runner allocates."""
+    """Return the sizes of everything that the runner allocates, and captures."""
     scheduler = vllm_config.scheduler_config
     return RunnerConfig(
         device=device,
@@ -22,6 +25,7 @@ def runner_config(
         kv_groups=kv_groups(kv_cache_config, vllm_config),
         logprobs_mode=vllm_config.model_config.logprobs_mode,
         thinking=thinking_markers(vllm_config),
+        graphs=graphs or GraphSizes(),
     )
 
 

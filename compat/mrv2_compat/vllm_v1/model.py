@@ -11,7 +11,10 @@ from mrv2_compat.vllm_v1.attention import VllmAttention
 
 
 class VllmModel:
-    """Runs a vLLM model eagerly (compiled code, where vLLM compiled it, without CUDA graphs).
+    """Runs a vLLM model, compiled where vLLM compiled it.
+
+    The pieces of a model that was compiled in pieces replay their CUDA graphs where the inputs say
+    so, and capture them at the first such call for a number of tokens.
 
     Args:
         module: The loaded model.
@@ -25,13 +28,14 @@ class VllmModel:
 
     def forward(self, inputs: ForwardInputs) -> Tensor:
         """Run the model with the step's attention metadata in vLLM's forward context."""
-        attention = inputs.attention
+        attention = inputs.attention or VllmAttention(None, None)
         assert isinstance(attention, VllmAttention)
+        mode = CUDAGraphMode.PIECEWISE if inputs.replays else CUDAGraphMode.NONE
         with set_forward_context(
             attention.metadata,
             self._vllm_config,
             num_tokens=inputs.input_ids.shape[0],
-            cudagraph_runtime_mode=CUDAGraphMode.NONE,
+            cudagraph_runtime_mode=mode,
             slot_mapping=attention.slots,
         ):
             hidden: Tensor = self.module(

@@ -168,13 +168,7 @@ CONFIG_RULES: tuple[Rule, ...] = (
     ),
     Rule("attention_config.use_non_causal", "non-causal attention", _is_off, _LEAVE_OUT),
     Rule("attention_config.hisparse_config", "HiSparse", _is_none, _V2_ONLY),
-    # Compilation. `cudagraph_mode` is NONE on every platform without graphs by the time we look.
-    Rule(
-        "compilation_config.cudagraph_mode",
-        "CUDA graphs",
-        lambda value: value is None or value.name == "NONE",
-        "use --enforce-eager or -cc.cudagraph_mode=NONE, " + OTHER_RUNNER,
-    ),
+    # Compilation.
     Rule(
         "compilation_config.mode",
         "stock torch.compile",

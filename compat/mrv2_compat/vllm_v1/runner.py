@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
-from vllm.config import CompilationMode, VllmConfig
+from vllm.config import CompilationMode, CUDAGraphMode, VllmConfig, set_current_vllm_config
 from vllm.model_executor.layers.rotary_embedding import _ROPE_DICT
 from vllm.model_executor.model_loader import get_model
 from vllm.model_executor.model_loader.reload.inplace import reload_weights
@@ -32,6 +32,7 @@ from vllm.v1.worker.utils import AttentionGroup, clear_layer_kv_caches
 from vllm.v1.worker.workspace import reset_workspace_manager
 
 from mrv2 import (
+    GraphSizes,
     Mrv2Error,
     NullTrace,
     ProtocolError,
@@ -43,6 +44,7 @@ from mrv2 import (
     score_unattached,
     stages_with,
 )
+from mrv2_compat.vllm_v1 import graphs
 from mrv2_compat.vllm_v1.attention import (
     VllmAttentionPlanner,
     attention_groups,
@@ -108,6 +110,8 @@ class VllmRunner:
         self._core: Runner | None = None
         self._step: StepInFlight | None = None
         self._processors: CustomProcessors | None = None
+        self._graph_sizes = GraphSizes()
+        self._num_graph_bytes = 0
 
     # Start: load, profile, allocate.
 
@@ -171,34 +175,82 @@ class VllmRunner:
                 self.device,
                 kv_cache_allocation_context,
             )
+        self._graph_sizes = graphs.graph_sizes(
+            self.vllm_config, self.attn_groups, kv_cache_config, is_profiling=is_profiling
+        )
         self._core = self._build_core(kv_cache_config)
 
     def _init_kv_zero_meta(self) -> None:
         self._require_kv().prepare_zeroing()
 
+    @torch.inference_mode()
     def capture_model(self) -> int:
-        """Capture nothing: every CUDA graph mode but NONE is refused. Returns 0 bytes."""
-        return 0
+        """Capture the CUDA graphs of the resolved mode.
+
+        Returns:
+            Bytes of device memory that they take; 0 where there are none.
+
+        Raises:
+            CaptureError: A step cannot be captured.
+        """
+        core = self._require_core()
+        if core.config.graphs == GraphSizes():
+            return 0
+        self._num_graph_bytes = graphs.capture(core.capture, self.device)
+        return self._num_graph_bytes
 
     def profile_cudagraph_memory(self) -> int:
-        """Return 0 bytes: every CUDA graph mode but NONE is refused."""
-        return 0
+        """Capture over a small KV cache, let go of all of it, and return the bytes it took."""
+        if self.compilation_config.cudagraph_mode == CUDAGraphMode.NONE:
+            return 0
+        cache = graphs.minimal_kv_cache(
+            self.vllm_config, self.get_kv_cache_spec(), num_blocks=self.max_num_reqs
+        )
+        with set_current_vllm_config(self.vllm_config):
+            self.initialize_kv_cache(cache, is_profiling=True)
+            try:
+                return self.capture_model()
+            finally:
+                self._forget_kv_cache()
+
+    def _forget_kv_cache(self) -> None:
+        """Undo `initialize_kv_cache`, graphs included."""
+        torch.cuda.synchronize(self.device)
+        if self._core is not None:
+            self._core.release_graphs()
+        graphs.release_pieces()
+        clear_layer_kv_caches(self.compilation_config.static_forward_context.values())
+        self._kv = self._core = self._processors = self.kv_cache_config = None
+        self.attn_groups = []
+        gc.collect()
+        torch.cuda.empty_cache()
 
     @torch.inference_mode()
     def _dummy_run(
-        self, num_tokens: int, randomize_inputs: bool = False, **_options: object
+        self,
+        num_tokens: int,
+        randomize_inputs: bool = False,
+        uniform_decode: bool = False,
+        **_options: object,
     ) -> tuple[Tensor, Tensor]:
-        """Run the model over made-up tokens, attention left out. No row and no KV block is touched.
+        """Run the model over made-up tokens. No row and no KV block is touched.
+
+        Once there is a KV cache, a decode step runs as any other, over requests that are none. All
+        else leaves attention out.
 
         Args:
             num_tokens: Tokens to run.
             randomize_inputs: Draw the token ids instead of taking id 0 for all.
+            uniform_decode: Whether it is a decode step.
             _options: Switches of features that are refused at start.
 
         Returns:
             Hidden states, [num_tokens, hidden_size], and those of as many tokens as there can be
             requests.
         """
+        if uniform_decode and self._core is not None:
+            hidden = self._core.run_idle(num_tokens)
+            return hidden, hidden
         vocab_size = self.model_config.get_vocab_size()
         high = vocab_size if randomize_inputs else 1
         input_ids = torch.randint(high, (num_tokens,), dtype=torch.int32, device=self.device)
@@ -359,7 +411,12 @@ class VllmRunner:
             raise ProtocolError("there is nothing to reset before the KV cache is initialised")
         self.ledger = RequestLedger()
         self._step = None
+        was_captured = self._num_graph_bytes > 0
+        if self._core is not None:
+            self._core.release_graphs()
         self._core = self._build_core(self.kv_cache_config)
+        if was_captured:
+            self.capture_model()
 
     def __getattr__(self, name: str) -> NoReturn:
         """Explain a name of V1's runner that this one refuses."""
@@ -370,7 +427,7 @@ class VllmRunner:
         own = self._processors
         reshaping, narrowing = (own.reshaping, own.narrowing) if own is not None else ((), ())
         return Runner(
-            runner_config(self.vllm_config, kv_cache_config, self.device),
+            runner_config(self.vllm_config, kv_cache_config, self.device, self._graph_sizes),
             self._require_model(),
             VllmAttentionPlanner(self.attn_groups, kv_cache_config),
             trace=self._trace,

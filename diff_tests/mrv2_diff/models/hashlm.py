@@ -64,10 +64,11 @@ class HashLM:
         self._windows = tuple(windows or (None,) * len(config.kv_groups))
         generator = torch.Generator().manual_seed(1)
         self.caches = tuple(
-            torch.randint(-(2**62), 2**62, (num_blocks * size,), generator=generator).to(device)
+            torch.randint(-(2**62), 2**62, (num_blocks * size + 1,), generator=generator).to(device)
             for size in self._block_sizes
         )
-        """One word a slot for each group. What was never written is noise, not zeros."""
+        """One word a slot for each group, and a last one that takes what has no slot. What was
+        never written is noise, not zeros."""
         self._weights = 2 * torch.arange(config.max_model_len, device=device) + 1
         token_ids = torch.arange(config.vocab_size, device=device)
         self._logit_keys = _mix(token_ids + _signed(_LOGIT_KEY))
@@ -89,16 +90,23 @@ class HashLM:
         )
 
     def forward(self, inputs: ForwardInputs) -> Tensor:
-        """Write the words of the step's tokens, then return each one's context, [num_tokens, 1]."""
+        """Write the words of the step's tokens, then return each one's context, [num_tokens, 1].
+
+        Behind those stands noise for what pads the inputs.
+        """
         attention = inputs.attention
+        if attention is None:
+            return torch.zeros_like(inputs.positions).unsqueeze(1)
         assert isinstance(attention, HashAttention)
-        words = _mix(inputs.input_ids.long() * _signed(_TOKEN_KEY) + inputs.positions)
+        padded = _mix(inputs.input_ids.long() * _signed(_TOKEN_KEY) + inputs.positions)
+        words = padded[: len(attention.ends)]
         hidden = torch.zeros_like(words)
         for group, cache in enumerate(self.caches):
-            cache.index_copy_(0, attention.slots[group], words)
+            slots = attention.slots[group]
+            cache.index_copy_(0, torch.where(slots < 0, len(cache) - 1, slots), words)
             context = self._context(group, attention)
             hidden = _mix((hidden + context) * _signed(_GROUP_KEY))
-        return hidden.unsqueeze(1)
+        return torch.cat([hidden, padded[len(hidden) :]]).unsqueeze(1)
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """Return [num_logits, vocab_size] float32: evenly spaced levels, in the context's order."""

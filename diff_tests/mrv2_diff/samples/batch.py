@@ -104,7 +104,73 @@ def _commit_step(generator: torch.Generator) -> Iterator[Sample]:
         )
 
 
+def _decode_tokens(generator: torch.Generator) -> Iterator[Sample]:
+    for name, num_reqs, num_idle in (
+        ("one", 1, 0),
+        ("nobody", 0, 0),
+        ("all idle", 0, 3),
+        ("padded", 5, 3),
+        ("a full block", 128, 0),
+        ("more than a block, padded", 140, 116),
+    ):
+        rows = torch.cat(
+            [
+                scattered_rows(num_reqs, _MAX_ROWS - 1, generator),
+                torch.full((num_idle,), _MAX_ROWS - 1, dtype=torch.int32),
+            ]
+        )
+        num_computed = integers(0, _MAX_LEN, (_MAX_ROWS,), torch.int32, generator)
+        table = integers(0, 50_000, (_MAX_ROWS, _MAX_LEN), torch.int32, generator)
+        yield Sample(
+            name=name,
+            arguments={
+                "rows": rows,
+                "idle_row": _MAX_ROWS - 1,
+                "token_table": strided(table, gap=3),
+                "num_computed_tokens": num_computed,
+                "input_ids": sentinels(len(rows), dtype=torch.int32),
+                "positions": sentinels(len(rows), dtype=torch.int64),
+                "seq_lens": sentinels(len(rows), dtype=torch.int32),
+                "draw_positions": sentinels(len(rows), dtype=torch.int64),
+            },
+        )
+
+
+def _decode_blocks(generator: torch.Generator) -> Iterator[Sample]:
+    max_blocks = 530
+    for name, seq_lens, block_size in (
+        ("one", [1], 16),
+        ("ends of blocks", [16, 17, 32, 33], 16),
+        ("idle ones between", [0, 5, 0, 40, 0], 16),
+        ("all idle", [0, 0], 16),
+        ("around a program's columns", [256 * 2, 256 * 2 + 1, 257 * 2 + 1], 2),
+        ("block size not a power of two", [23, 24, 25], 24),
+        ("block size 1", [3, 300], 1),
+    ):
+        num_reqs = len(seq_lens)
+        longest = max(1, -(-max(seq_lens) // block_size))
+        # Large ids: their slots do not fit in 32 bits.
+        table = integers(0, 2**31 - 1, (_MAX_ROWS, max_blocks), torch.int32, generator)
+        for num_columns in (longest, max_blocks):
+            yield Sample(
+                name=f"{name}, {num_columns} columns",
+                arguments={
+                    "table": strided(table, gap=3),
+                    "rows": scattered_rows(num_reqs, _MAX_ROWS, generator),
+                    "seq_lens": torch.tensor(seq_lens, dtype=torch.int32),
+                    "block_size": block_size,
+                    "num_columns": num_columns,
+                    "gathered": strided(
+                        sentinels(num_reqs + 2, max_blocks, dtype=torch.int32), gap=1
+                    ),
+                    "slots": sentinels(num_reqs, dtype=torch.int64),
+                },
+            )
+
+
 SAMPLES = {
+    "batch.decode_tokens": OpSamples(generate=_decode_tokens),
+    "batch.decode_blocks": OpSamples(generate=_decode_blocks),
     "batch.gather_tokens": OpSamples(generate=_gather_tokens),
     "batch.locate_logits": OpSamples(generate=_locate_logits),
     "batch.commit_step": OpSamples(generate=_commit_step),

@@ -1,0 +1,202 @@
+"""The inputs of a decode step: every request runs the one token that it drew last.
+
+Two kernels, instead of the four of `mrv2.batch.inputs`, and nothing in them depends on a value of
+the host but the number of requests: a captured graph can hold them. What pads such a batch runs on
+the idle row, which has no tokens: its length is 0, and its slot is none.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from mrv2.ops.launch import Launch
+from mrv2.ops.twin import TwinOp
+
+
+@triton.jit(do_not_specialize=["num_reqs", "idle_row"])
+def _decode_tokens_kernel(  # noqa: PLR0913 - a kernel takes pointers and strides, not objects
+    rows_ptr: tl.tensor,
+    num_reqs: tl.tensor,
+    idle_row: tl.tensor,
+    token_table_ptr: tl.tensor,
+    token_table_stride: tl.tensor,
+    num_computed_ptr: tl.tensor,
+    input_ids_ptr: tl.tensor,
+    positions_ptr: tl.tensor,
+    seq_lens_ptr: tl.tensor,
+    draw_positions_ptr: tl.tensor,
+    BLOCK: tl.constexpr,
+) -> None:
+    batch_idx = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    mask = batch_idx < num_reqs
+    row = tl.load(rows_ptr + batch_idx, mask=mask, other=0).to(tl.int64)
+    runs = mask & (row != idle_row)
+    position = tl.load(num_computed_ptr + row, mask=runs, other=0)
+    seq_len = tl.where(runs, position + 1, 0)
+    cell = token_table_ptr + row * token_table_stride + position
+    tl.store(input_ids_ptr + batch_idx, tl.load(cell, mask=runs, other=0), mask=mask)
+    tl.store(positions_ptr + batch_idx, position.to(tl.int64), mask=mask)
+    tl.store(seq_lens_ptr + batch_idx, seq_len, mask=mask)
+    tl.store(draw_positions_ptr + batch_idx, seq_len.to(tl.int64), mask=mask)
+
+
+def _decode_tokens_launch(
+    rows: Tensor,
+    idle_row: int,
+    token_table: Tensor,
+    num_computed_tokens: Tensor,
+    input_ids: Tensor,
+    positions: Tensor,
+    seq_lens: Tensor,
+    draw_positions: Tensor,
+) -> Launch:
+    block = 128
+    num_reqs = rows.shape[0]
+    table = (token_table, token_table.stride(0))
+    outputs = (input_ids, positions, seq_lens, draw_positions)
+    args = (rows, num_reqs, idle_row, *table, num_computed_tokens, *outputs)
+    grid = (triton.cdiv(num_reqs, block),)
+    return Launch(_decode_tokens_kernel, grid, args, {"BLOCK": block})
+
+
+def _decode_tokens_reference(
+    rows: Tensor,
+    idle_row: int,
+    token_table: Tensor,
+    num_computed_tokens: Tensor,
+    input_ids: Tensor,
+    positions: Tensor,
+    seq_lens: Tensor,
+    draw_positions: Tensor,
+) -> None:
+    """Gather the token, its position and the length of each request of a decode step.
+
+    Args:
+        rows: [num_reqs] int32. Batch position -> row.
+        idle_row: The row of no request. Its token, position and length are 0.
+        token_table: [max_rows, max_len] int32. Known tokens by row.
+        num_computed_tokens: [max_rows] int32. Position of each row's token in this step.
+        input_ids: [num_reqs] int32. Written.
+        positions: [num_reqs] int64. Written.
+        seq_lens: [num_reqs] int32. Written: computed tokens with this step's.
+        draw_positions: [num_reqs] int64. Written: position of the token that is drawn, one past
+            the step's own; `seq_lens` in another type.
+    """
+    first = num_computed_tokens.index_select(0, rows)
+    positions.copy_(first)
+    torch.add(first, 1, out=seq_lens)
+    cells = torch.add(positions, rows.long(), alpha=token_table.shape[1])
+    torch.take(token_table, cells, out=input_ids)
+    idle = rows == idle_row
+    if idle.any():
+        for values in (input_ids, positions, seq_lens):
+            values.masked_fill_(idle, 0)
+    draw_positions.copy_(seq_lens)
+
+
+decode_tokens = TwinOp(
+    "batch.decode_tokens",
+    reference=_decode_tokens_reference,
+    launch=_decode_tokens_launch,
+    mutates=frozenset({"input_ids", "positions", "seq_lens", "draw_positions"}),
+)
+
+
+@triton.jit
+def _decode_blocks_kernel(  # noqa: PLR0913 - a kernel takes pointers and strides, not objects
+    table_ptr: tl.tensor,
+    table_stride: tl.tensor,
+    rows_ptr: tl.tensor,
+    seq_lens_ptr: tl.tensor,
+    block_size: tl.tensor,
+    gathered_ptr: tl.tensor,
+    gathered_stride: tl.tensor,
+    slots_ptr: tl.tensor,
+    BLOCK: tl.constexpr,
+) -> None:
+    batch_idx = tl.program_id(0)
+    row = tl.load(rows_ptr + batch_idx).to(tl.int64)
+    seq_len = tl.load(seq_lens_ptr + batch_idx)
+    held = (seq_len + block_size - 1) // block_size
+    first = tl.program_id(1) * BLOCK
+    table_ptr += row * table_stride
+    if first < held:
+        column = first + tl.arange(0, BLOCK)
+        mask = column < held
+        block_ids = tl.load(table_ptr + column, mask=mask)
+        out = gathered_ptr + batch_idx.to(tl.int64) * gathered_stride + column
+        tl.store(out, block_ids, mask=mask)
+    if first == 0:
+        position = seq_len - 1
+        has_token = seq_len > 0
+        block_id = tl.load(table_ptr + position // block_size, mask=has_token, other=0)
+        slot = block_id.to(tl.int64) * block_size + position % block_size
+        tl.store(slots_ptr + batch_idx, tl.where(has_token, slot, -1))
+
+
+def _decode_blocks_launch(
+    table: Tensor,
+    rows: Tensor,
+    seq_lens: Tensor,
+    block_size: int,
+    num_columns: int,
+    gathered: Tensor,
+    slots: Tensor,
+) -> Launch:
+    block = 256
+    grid = (rows.shape[0], triton.cdiv(num_columns, block))
+    args = (
+        table,
+        table.stride(0),
+        rows,
+        seq_lens,
+        block_size,
+        gathered,
+        gathered.stride(0),
+        slots,
+    )
+    return Launch(_decode_blocks_kernel, grid, args, {"BLOCK": block}, num_warps=2)
+
+
+def _decode_blocks_reference(
+    table: Tensor,
+    rows: Tensor,
+    seq_lens: Tensor,
+    block_size: int,
+    num_columns: int,
+    gathered: Tensor,
+    slots: Tensor,
+) -> None:
+    """Gather the blocks of each request of a decode step, and find its token's slot in them.
+
+    Args:
+        table: [max_rows, max_blocks] int32. Block ids by row.
+        rows: [num_reqs] int32. Batch position -> row.
+        seq_lens: [num_reqs] int32. Tokens with this step's; the last of them is the step's. Only
+            the blocks that hold these are gathered.
+        block_size: Tokens in a block.
+        num_columns: Blocks of the longest request, or more.
+        gathered: [>= num_reqs, >= num_columns] int32. Written in the columns that a request's
+            tokens are in; the others stay as they are.
+        slots: [num_reqs] int64. Written: block id * block_size + position % block_size, and -1
+            where the length is 0.
+    """
+    num_reqs = rows.shape[0]
+    columns = torch.arange(num_columns, dtype=torch.int32)
+    blocks = table[:, :num_columns].index_select(0, rows)
+    out = gathered[:num_reqs, :num_columns]
+    out.copy_(torch.where(columns * block_size < seq_lens.unsqueeze(1), blocks, out))
+    position = seq_lens.long().sub_(1)
+    column = position.div(block_size, rounding_mode="floor").clamp_(min=0)
+    block_ids = blocks.gather(1, column.unsqueeze(1)).squeeze(1)
+    torch.add(position, block_ids - column, alpha=block_size, out=slots)
+    slots.masked_fill_(seq_lens == 0, -1)
+
+
+decode_blocks = TwinOp(
+    "batch.decode_blocks",
+    reference=_decode_blocks_reference,
+    launch=_decode_blocks_launch,
+    mutates=frozenset({"gathered", "slots"}),
+)
