@@ -116,6 +116,8 @@ class Runner:
         self._num_executed = 0
         self._num_sampled = 0
         self._is_captured = False
+        self.num_steps: dict[GraphMode, int] = dict.fromkeys(GraphMode, 0)
+        """How many steps reached the device in each mode."""
 
     def execute(self, plan: StepPlan) -> StepInFlight:
         """Queue one step up to the hidden states. Never blocks.
@@ -139,6 +141,7 @@ class Runner:
             self._replay(layout, key) if key.mode is GraphMode.DECODE else self._launch(layout, key)
         )
         self._num_executed += 1
+        self.num_steps[key.mode] += 1
         return step
 
     def capture(self) -> None:

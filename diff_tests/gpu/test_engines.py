@@ -1,8 +1,8 @@
 """Engines on a CUDA device, ours against V1's: tokens, logprobs, and no wait for the device.
 
-Each runs eagerly in a process of its own, with async scheduling, prefix caching, and a KV cache so
-small that requests are preempted. Where the environment variable `OUT` names a folder, the figures
-are written there.
+Each runs in a process of its own, eagerly or with CUDA graphs, with async scheduling, prefix
+caching, and a KV cache so small that requests are preempted. Where the environment variable `OUT`
+names a folder, the figures are written there.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import dataclasses
 import json
 import os
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -47,11 +48,26 @@ KINDS = {
     "bfloat16-TRITON_ATTN": {"dtype": "bfloat16", "attention_backend": "TRITON_ATTN"},
     "float32-TRITON_ATTN": {"dtype": "float32", "attention_backend": "TRITON_ATTN"},
 }
+_SIZES = [1, 2, 4, 8, 16, 24, 40]
+"""Of graphs. Larger batches run eagerly, others are padded."""
+_FLASH = KINDS["bfloat16-FLASH_ATTN"]
+GRAPHS: dict[str, dict[str, Any]] = {
+    "bfloat16-FLASH_ATTN-FULL_DECODE_ONLY": {**_FLASH, "mode": 0},
+    "bfloat16-FLASH_ATTN-FULL": {**_FLASH, "mode": 0},
+    "float32-TRITON_ATTN-FULL_DECODE_ONLY": {**KINDS["float32-TRITON_ATTN"], "mode": 0},
+    "bfloat16-FLASH_ATTN-PIECEWISE": {**_FLASH, "mode": 3},
+    "bfloat16-FLASH_ATTN-FULL_AND_PIECEWISE": {**_FLASH, "mode": 3},
+}
+"""Engines with CUDA graphs; the mode is that of compilation."""
+WHOLE = [kind for kind in GRAPHS if "FULL" in kind]
+PIECES = [kind for kind in GRAPHS if "PIECEWISE" in kind]
+PLAIN = "-plain"
+"""Of our engine whose requests want no logprobs, so that the graph's own draw is the step's."""
 BOUNDS = {"bfloat16": 0.15, "float32": 0.02}
 """Of a logprob's difference, and of the gap at which tokens may part. The logits reach 15, where
 bfloat16 steps by 0.0625; Triton multiplies float32 in attention with 10 bits of fraction."""
 MOST_DIVERGENCES = NUM_REQUESTS // 4
-NO_WAIT = "no-wait"
+NO_WAIT = "no-wait-"
 PARAMETERS = "parameters"
 CHECKED_FROM = 12
 """Step from which nothing may wait: all prompts are in, and every kernel was compiled."""
@@ -73,11 +89,28 @@ def prompts() -> list[list[int]]:
 def parity_job(model: str, kind: str) -> Job:
     return Job(
         model=model,
-        engine={**ENGINE, **KINDS[kind]},
+        engine=engine_arguments(kind),
         prompts=prompts(),
         max_tokens=[40 + number % 61 for number in range(NUM_REQUESTS)],
         logprobs=[5] * NUM_REQUESTS,
     )
+
+
+def engine_arguments(kind: str) -> dict[str, Any]:
+    if kind in KINDS:
+        return {**ENGINE, **KINDS[kind]}
+    arguments = dict(GRAPHS[kind])
+    compilation = {
+        "mode": arguments.pop("mode"),
+        "cudagraph_mode": kind.rpartition("-")[2],
+        "cudagraph_capture_sizes": _SIZES,
+    }
+    arguments |= {"enforce_eager": False, "compilation_config": compilation}
+    return {**ENGINE, **arguments}
+
+
+def dtype_of(kind: str) -> str:
+    return str({**KINDS, **GRAPHS}[kind]["dtype"])
 
 
 ASKED: tuple[dict[str, Any], ...] = (
@@ -115,14 +148,14 @@ def parameters_job(model: str) -> Job:
     )
 
 
-def no_wait_job(model: str) -> Job:
+def no_wait_job(model: str, kind: str) -> Job:
     """Long steady decoding of a batch that asks for everything that vLLM does not wait for itself.
 
     A grammar is left out: the scheduler itself needs its tokens before the next step.
     """
     return Job(
         model=model,
-        engine={**ENGINE, **KINDS["bfloat16-FLASH_ATTN"]},
+        engine=engine_arguments(kind),
         prompts=[[VOCABULARY[number], 9, 20] for number in range(16)],
         max_tokens=[100] * 16,
         logprobs=[3 if number % 2 else None for number in range(16)],
@@ -132,21 +165,39 @@ def no_wait_job(model: str) -> Job:
 
 
 @pytest.fixture(scope="module")
-def outcomes() -> dict[tuple[str, str], Outcome | RuntimeError]:
-    """What every engine did, by kind and runner; all run at once, since only results count."""
+def outcomes(request: pytest.FixtureRequest) -> dict[tuple[str, str], Outcome | RuntimeError]:
+    """What the engines of the selected tests did, by kind and runner.
+
+    All run at once, since only results count.
+    """
     model = str(cached_model(ModelSpec()))
-    jobs = {(kind, runner): parity_job(model, kind) for kind in KINDS for runner in ("mrv2", "v1")}
-    jobs[NO_WAIT, "mrv2"] = no_wait_job(model)
-    jobs |= {(PARAMETERS, runner): parameters_job(model) for runner in ("mrv2", "v1")}
+    jobs = {}
+    for kind in {kind for item in request.session.items for kind in kinds_of(item)}:
+        if kind.startswith(NO_WAIT):
+            jobs[kind, "mrv2"] = no_wait_job(model, kind.removeprefix(NO_WAIT))
+        elif kind.endswith(PLAIN):
+            job = parity_job(model, kind.removesuffix(PLAIN))
+            jobs[kind, "mrv2"] = dataclasses.replace(job, logprobs=[None] * NUM_REQUESTS)
+        else:
+            make = parameters_job if kind == PARAMETERS else partial(parity_job, kind=kind)
+            jobs |= {(kind, runner): make(model) for runner in ("mrv2", "v1")}
 
     def run(key: tuple[str, str]) -> Outcome | RuntimeError:
+        compiles = any(name in key[0] for name in PIECES)
         try:
-            return run_job(jobs[key], key[1])
+            return run_job(jobs[key], key[1], {"TORCH_COMPILE_DISABLE": "0"} if compiles else {})
         except RuntimeError as error:
             return error
 
     with ThreadPoolExecutor(len(jobs)) as pool:
         return dict(zip(jobs, pool.map(run, jobs), strict=True))
+
+
+def kinds_of(item: pytest.Item) -> list[str]:
+    """Return the kinds of engine that a test looks at."""
+    named = item.get_closest_marker("engines")
+    kind = getattr(item, "callspec", SimpleNamespace(params={})).params.get("kind")
+    return [*(named.args if named else ()), *([kind] if kind else ())]
 
 
 def done(
@@ -183,7 +234,7 @@ def keep_record(kind: str, found: Agreement, ours: Outcome) -> None:
 def as_record(kind: str, found: Agreement, ours: Outcome) -> Record:
     """Return a comparison of two engines that passed as a record: tokens and logprobs."""
     parted = len(found.divergences)
-    bound = BOUNDS[KINDS[kind]["dtype"]]
+    bound = BOUNDS[dtype_of(kind)]
     return Record(
         id=f"engine.{kind}",
         area="engine",
@@ -219,25 +270,29 @@ def compared(count: int, differing: int, largest: float, policy: str) -> ValueAg
     )
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, *GRAPHS])
 def test_each_engine_is_what_it_should_be(outcomes: Any, kind: str) -> None:
     ours, theirs = done(outcomes, kind, "mrv2"), done(outcomes, kind, "v1")
     assert (ours.runner_class, theirs.runner_class) == (OURS, V1)
     for outcome in (ours, theirs):
         assert outcome.async_scheduling
         assert outcome.preemptions > 0
-        assert outcome.attention == [KINDS[kind]["attention_backend"]]
+        assert outcome.attention == [{**KINDS, **GRAPHS}[kind]["attention_backend"]]
+        assert outcome.graph_mode == ("NONE" if kind in KINDS else kind.rpartition("-")[2])
         assert sum(len(made.token_ids) for made in outcome.continuations) == sum(
             40 + number % 61 for number in range(NUM_REQUESTS)
         )
+    modes = ours.steps_by_mode
+    assert (modes["decode"] > 20) == (kind in WHOLE), modes
+    assert (modes["forward"] > 20) == (kind in PIECES), modes
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, *GRAPHS])
 def test_tokens_and_logprobs_are_v1s(outcomes: Any, kind: str) -> None:
     ours, theirs = done(outcomes, kind, "mrv2"), done(outcomes, kind, "v1")
     found = agreement(ours, theirs)
     write_figures(kind, found, ours, theirs)
-    bound = BOUNDS[KINDS[kind]["dtype"]]
+    bound = BOUNDS[dtype_of(kind)]
     assert found.num_logprobs > 6 * 1000
     assert found.largest_logprob_difference <= bound
     parted = [each for each in found.divergences if each.gap is None or each.gap > bound]
@@ -246,6 +301,19 @@ def test_tokens_and_logprobs_are_v1s(outcomes: Any, kind: str) -> None:
     keep_record(kind, found, ours)
 
 
+@pytest.mark.parametrize("kind", [kind + PLAIN for kind in WHOLE])
+def test_what_graphs_draw_themselves_is_what_is_drawn_from_their_logits(
+    outcomes: Any, kind: str
+) -> None:
+    """The same steps, once with the draw in the graph and once with logprobs, drawn after it."""
+    plain, scored = done(outcomes, kind, "mrv2"), done(outcomes, kind.removesuffix(PLAIN), "mrv2")
+    assert plain.steps_by_mode["decode"] > 20
+    assert [made.token_ids for made in plain.continuations] == [
+        made.token_ids for made in scored.continuations
+    ]
+
+
+@pytest.mark.engines(PARAMETERS)
 def test_every_parameter_gives_v1s_tokens(outcomes: Any) -> None:
     ours, theirs = done(outcomes, PARAMETERS, "mrv2"), done(outcomes, PARAMETERS, "v1")
     assert (ours.runner_class, theirs.runner_class) == (OURS, V1)
@@ -263,8 +331,12 @@ def test_every_parameter_gives_v1s_tokens(outcomes: Any) -> None:
     assert len(lengths) > 30, "grammars and stop tokens end requests at lengths of their own"
 
 
-def test_nothing_waits_for_the_device_in_a_steady_step(outcomes: Any) -> None:
-    outcome = done(outcomes, NO_WAIT, "mrv2")
+@pytest.mark.parametrize(
+    "kind",
+    [NO_WAIT + kind for kind in ("bfloat16-FLASH_ATTN", "bfloat16-FLASH_ATTN-FULL_DECODE_ONLY")],
+)
+def test_nothing_waits_for_the_device_in_a_steady_step(outcomes: Any, kind: str) -> None:
+    outcome = done(outcomes, kind, "mrv2")
     assert outcome.runner_class == OURS
     assert outcome.async_scheduling
     assert outcome.steps_checked > 60

@@ -352,6 +352,13 @@ class VllmRunner:
         """One tensor for each layer, in layer order; empty before the KV cache is initialised."""
         return self._kv.tensors if self._kv is not None else []
 
+    @property
+    def steps_by_mode(self) -> dict[str, int]:
+        """How many steps reached the device in each way: eagerly, or with graphs of which kind."""
+        if self._core is None:
+            return {}
+        return {mode.value: count for mode, count in self._core.num_steps.items()}
+
     def get_draft_model(self) -> None:
         """Return None: speculative decoding is refused."""
 

@@ -85,11 +85,12 @@ def make_runner(vllm_config: Any, device: Any) -> Any:
 
 
 def report(runner: Any) -> dict[str, object]:
-    """Return the evidence of which runner ran: class, version, steps executed, process."""
+    """Return the evidence of which runner ran: class, version, steps by kind, process."""
     return {
         "runner_class": class_name(runner),
         "mrv2_version": versions.runner_version(),
         "steps_executed": runner.steps_executed,
+        "steps_by_mode": runner.steps_by_mode,
         "pid": os.getpid(),
     }
 

@@ -85,6 +85,10 @@ class Outcome:
     """Graphs that torch.compile made."""
     attention: list[str]
     """Names of the attention backends."""
+    steps_by_mode: dict[str, int] = field(default_factory=dict)
+    """Steps of our runner by how they reached the device; empty for another's."""
+    graph_mode: str = "NONE"
+    """vLLM's CUDA graph mode, as it was resolved."""
     continuations: list[Continuation] = field(default_factory=list)
 
 
@@ -179,6 +183,8 @@ def _run(job: Job) -> Outcome:
         async_scheduling=bool(engine.vllm_config.scheduler_config.async_scheduling),
         compiled_graphs=counters["stats"]["unique_graphs"],
         attention=sorted({group.backend.get_name() for row in groups for group in row}),
+        steps_by_mode=getattr(runner, "steps_by_mode", {}),
+        graph_mode=engine.vllm_config.compilation_config.cudagraph_mode.name,
         continuations=[_continuation(request.outputs[0]) for request in finished],
     )
 

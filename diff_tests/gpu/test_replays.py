@@ -1,0 +1,86 @@
+"""Real CUDA graphs of whole decode steps: what they give after everything about them changed."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from mrv2 import CaptureError, GraphSizes, KVGroup, Runner, RunnerConfig
+from mrv2.graphs.capture import CudaGraphMaker
+from mrv2.graphs.shape import GraphMode
+from mrv2_diff.models.hashlm import HashLM
+from mrv2_diff.toy_host import Toy
+from mrv2_diff.toy_stories import RandomStory, mixed_sampling
+
+pytestmark = pytest.mark.gpu
+
+CUDA = torch.device("cuda")
+CONFIG = RunnerConfig(
+    device=CUDA,
+    max_num_reqs=20,
+    max_num_tokens=128,
+    max_model_len=96,
+    vocab_size=97,
+    kv_groups=(KVGroup(block_size=4, max_blocks=24), KVGroup(block_size=8, max_blocks=12)),
+    graphs=GraphSizes(decodes=(1, 2, 4, 8, 16)),
+)
+WINDOWS = (None, 5)
+
+
+def play(config: RunnerConfig, seed: int, lag: int, *, mixed: bool = False) -> Toy:
+    maker = CudaGraphMaker(CUDA) if config.graphs.decodes else None
+    toy = Toy(config, num_blocks=2000, windows=WINDOWS, graph_maker=maker)
+    story = RandomStory(seed, config, sampling=mixed_sampling if mixed else None)
+    toy.play(story, 300, lag=lag)
+    return toy
+
+
+@pytest.mark.parametrize("lag", [0, 1, 2])
+@pytest.mark.parametrize("seed", range(4))
+def test_replays_give_the_oracles_tokens_whatever_changed_between_them(seed: int, lag: int) -> None:
+    """Rows, lengths, blocks, sizes and neighbours differ from one replay to the next."""
+    toy = play(CONFIG, seed, lag)
+    assert toy.runner.num_steps[GraphMode.DECODE] > 20
+    outputs = toy.outputs()
+    assert sum(len(tokens) for _, tokens in outputs) > 300
+    assert outputs == toy.expected()
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_replays_give_the_tokens_of_eager_steps_whatever_is_asked_for(seed: int) -> None:
+    replayed = play(CONFIG, seed, 2, mixed=True)
+    eager = play(replace(CONFIG, graphs=GraphSizes()), seed, 2, mixed=True)
+    assert replayed.runner.num_steps[GraphMode.DECODE] > 20
+    assert replayed.outputs() == eager.outputs()
+
+
+def test_graphs_share_their_memory() -> None:
+    """Many sizes take little more than the largest alone."""
+    taken = []
+    for sizes in ((16,), (1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16)):
+        config = replace(CONFIG, vocab_size=200_003, graphs=GraphSizes(decodes=sizes))
+        model = HashLM(config, 2000, WINDOWS)
+        runner = Runner(config, model, model)
+        before = torch.cuda.memory_reserved()
+        runner.capture()
+        taken.append(torch.cuda.memory_reserved() - before)
+        runner.release_graphs()
+        torch.cuda.empty_cache()
+    assert taken[1] <= 1.5 * taken[0] + (8 << 20)
+
+
+def test_work_that_waits_for_the_device_cannot_be_captured() -> None:
+    class Waiting(HashLM):
+        def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+            hidden.sum().item()
+            return super().compute_logits(hidden)
+
+    model = Waiting(CONFIG, 2000, WINDOWS)
+    runner = Runner(CONFIG, model, model)
+    with pytest.raises(CaptureError, match="a decode step of 16 requests cannot be captured"):
+        runner.capture()
+    torch.cuda.synchronize()
+    toy = play(CONFIG, 0, 0)  # and the device goes on
+    assert toy.outputs() == toy.expected()
