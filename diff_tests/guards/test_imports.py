@@ -16,6 +16,7 @@ PACKAGES = {
     "mrv2_diff": "diff_tests/mrv2_diff",
 }
 VLLM_DOORS = (
+    "mrv2_diff/device_bench/",
     "mrv2_diff/drivers/",
     "mrv2_diff/lockstep.py",
     "mrv2_diff/lockstep/",

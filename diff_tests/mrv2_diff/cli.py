@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TypeVar
 
 from mrv2_diff import help_texts
 from mrv2_diff.case import Case
@@ -32,6 +33,8 @@ from mrv2_diff.record import Record
 from mrv2_diff.records_folder import RECORDS, RecordsFolder, RecordsFolderError
 from mrv2_diff.schedules import actions
 from mrv2_diff.schedules.result import SoakResult, invariance_table, summary
+
+_T = TypeVar("_T")
 
 EXIT_PASSED = 0
 EXIT_FAILED = 1
@@ -163,16 +166,102 @@ def _add_cases(commands: "_Commands[argparse.ArgumentParser]") -> None:
 
 def _add_bench(commands: "_Commands[argparse.ArgumentParser]") -> None:
     bench = _add_command(commands, "bench", help_texts.BENCH)
-    bench.add_argument("--requests", type=_whole_number(MAX_BENCH_REQUESTS), default=64,
-                       metavar="N", help="decoding requests in the batch, 1 to "
-                       f"{MAX_BENCH_REQUESTS} (default: %(default)s)")  # fmt: skip
-    bench.add_argument("--steps", type=_whole_number(MAX_BENCH_STEPS), default=150, metavar="N",
-                       help=f"decode steps to measure, 1 to {MAX_BENCH_STEPS} "
-                       "(default: %(default)s)")  # fmt: skip
-    bench.add_argument("--max-ratio", type=float, default=MAX_RATIO, metavar="R", help="bound on "
-                       "mrv2 / v1 (default: %(default)s)")  # fmt: skip
+    bench.add_argument("--steps", type=_whole_number(MAX_BENCH_STEPS), metavar="N",
+                       help=f"decode steps to measure, 1 to {MAX_BENCH_STEPS} (default: 150; of a "
+                       "block with --runners: 48)")  # fmt: skip
     bench.add_argument("--out", type=Path, metavar="FILE", help="where to write the figures, as "
                        "JSON")  # fmt: skip
+    one = bench.add_argument_group("both runners in one engine")
+    one.add_argument("--requests", type=_whole_number(MAX_BENCH_REQUESTS), metavar="N",
+                     help="decoding requests in the batch, 1 to "
+                     f"{MAX_BENCH_REQUESTS} (default: 64)")  # fmt: skip
+    one.add_argument("--max-ratio", type=float, metavar="R", help="bound on "
+                     f"mrv2 / v1 (default: {MAX_RATIO:g})")  # fmt: skip
+    apart = bench.add_argument_group("engines side by side")
+    apart.add_argument("--runners", type=_names, metavar="R,...", help="of v1, mrv2, vllm-v2 "
+                       "(vLLM's own second runner)")  # fmt: skip
+    for name, option in _APART_OPTIONS.items():
+        apart.add_argument(f"--{name}", type=option.read, metavar=option.metavar, help=option.help)
+    apart.add_argument("--engine-of", nargs=2, action="append", default=[],
+                       metavar=("RUNNER", "JSON"), help="more arguments of vLLM's LLM for one "
+                       "runner; may be given for each")  # fmt: skip
+
+
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(name.strip() for name in text.split(",") if name.strip())
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    return tuple(_one_number(int, part) for part in text.split(","))
+
+
+def _fractions(text: str) -> tuple[float, ...]:
+    return tuple(_one_number(float, part) for part in text.split(","))
+
+
+def _number(text: str) -> int:
+    return _one_number(int, text)
+
+
+def _fraction(text: str) -> float:
+    return _one_number(float, text)
+
+
+def _one_number(kind: Callable[[str], _T], text: str) -> _T:
+    try:
+        return kind(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number") from None
+
+
+def _json_object(text: str) -> dict[str, object]:
+    try:
+        values = json.loads(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is not JSON ({error})") from None
+    if not isinstance(values, dict):
+        raise argparse.ArgumentTypeError(f"{text!r} is no JSON object of arguments of vLLM's LLM")
+    return values
+
+
+@dataclasses.dataclass(frozen=True)
+class _ApartOption:
+    """An option of `bench --runners`, which becomes a field of `Options`."""
+
+    field: str
+    read: Callable[[str], object]
+    metavar: str
+    help: str
+
+
+_APART_OPTIONS = {
+    "parts": _ApartOption("parts", _names, "P,...",
+                          "what to measure (default: steady,churn,replay,profile)"),
+    "batches": _ApartOption("batches", _numbers, "N,...", "requests (default: 1,32,256)"),
+    "temperatures": _ApartOption("temperatures", _fractions, "T,...",
+                                 "0 is greedy (default: 0,1)"),
+    "context": _ApartOption("context", _number, "N", "tokens of a prompt (default: 64)"),
+    "churn": _ApartOption("churn", _fraction, "X",
+                          "part of the batch that leaves in a step, 0 to 0.5 (default: 0.1)"),
+    "limit": _ApartOption("limit_s", _fraction, "S",
+                          "seconds for everything, starts included (default: 560)"),
+    "answer-limit": _ApartOption("answer_limit_s", _fraction, "S",
+                                 "seconds after which a block counts as hung (default: 90)"),
+    "model": _ApartOption("model", str, "M", "qwen3-0.6b, llama-3.1-8b, both with random weights, "
+                          "tiny, or a folder (default: qwen3-0.6b on a GPU, else tiny)"),
+    "cudagraph-mode": _ApartOption("cudagraph_mode", str, "MODE",
+                                   "of every engine (default: FULL_DECODE_ONLY)"),
+    "blocks": _ApartOption("blocks", _number, "N",
+                           "KV blocks of each engine (default: what the parts need)"),
+    "engine": _ApartOption("engine", _json_object, "JSON", "more arguments of vLLM's LLM"),
+    "growth-batches": _ApartOption("growth_batches", _numbers, "N,...",
+                                   "(default: 1,2,4,...,1024)"),
+    "growth-contexts": _ApartOption("growth_contexts", _numbers, "N,...",
+                                    "(default: 64,512,4096,16384,32000)"),
+    "growth-arrivals": _ApartOption("growth_arrivals", _fractions, "X,...",
+                                    "(default: 0,0.05,0.1,0.2,0.5)"),
+    "growth-rounds": _ApartOption("growth_rounds", _number, "N", "(default: 2)"),
+}  # fmt: skip
 
 
 def _add_soak(commands: "_Commands[argparse.ArgumentParser]") -> None:
@@ -488,15 +577,47 @@ def _bench(arguments: argparse.Namespace, harness: Harness) -> int:
     if out is not None:
         with _telling_of(out):
             _probe_file(out)
-    result = harness.bench(arguments.requests, arguments.steps)
+    if arguments.runners is not None:
+        return _bench_apart(arguments, harness)
+    given = [name for name, option in _APART_OPTIONS.items()
+             if getattr(arguments, _attribute(name)) is not None]  # fmt: skip
+    if given or arguments.engine_of:
+        raise BadInputError(f"--{given[0] if given else 'engine-of'} needs --runners")
+    max_ratio = MAX_RATIO if arguments.max_ratio is None else arguments.max_ratio
+    result = harness.bench(arguments.requests or 64, arguments.steps or 150)
     print(result.table)
-    print(
-        f"bookkeeping: mrv2 / v1 = {result.ratio:.2f} (bound {arguments.max_ratio:g})", flush=True
-    )
+    print(f"bookkeeping: mrv2 / v1 = {result.ratio:.2f} (bound {max_ratio:g})", flush=True)
     if out is not None:
         with _telling_of(out):
             out.write_text(json.dumps(result.figures, indent=1) + "\n")
-    return EXIT_PASSED if result.ratio <= arguments.max_ratio else EXIT_FAILED
+    return EXIT_PASSED if result.ratio <= max_ratio else EXIT_FAILED
+
+
+def _bench_apart(arguments: argparse.Namespace, harness: Harness) -> int:
+    from mrv2_diff.device_bench.options import Options
+
+    for name in ("requests", "max_ratio"):
+        if getattr(arguments, name) is not None:
+            raise BadInputError(f"--{name.replace('_', '-')} does not go with --runners")
+    given = {
+        option.field: getattr(arguments, _attribute(name))
+        for name, option in _APART_OPTIONS.items()
+        if getattr(arguments, _attribute(name)) is not None
+    }
+    if arguments.steps is not None:
+        given["steps"] = arguments.steps
+    try:
+        given["engine_of"] = {name: _json_object(text) for name, text in arguments.engine_of}
+        options = Options(runners=arguments.runners, out=arguments.out, **given)
+    except (ValueError, argparse.ArgumentTypeError) as error:
+        raise BadInputError(str(error)) from error
+    outcome = harness.bench_apart(options, lambda line: print(line, flush=True))
+    print(outcome.table, flush=True)
+    return EXIT_PASSED if outcome.passes else EXIT_FAILED
+
+
+def _attribute(option: str) -> str:
+    return option.replace("-", "_")
 
 
 def _probe_file(path: Path) -> None:

@@ -6,12 +6,17 @@ The installed harness imports torch and vLLM when it runs cases, and not before.
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from mrv2_diff import process
 from mrv2_diff.case import Case
 from mrv2_diff.record import Record
 from mrv2_diff.schedules.actions import Model, Schedule
 from mrv2_diff.schedules.result import InvarianceResult, SoakResult
+
+if TYPE_CHECKING:
+    from mrv2_diff.device_bench.bench import Outcome
+    from mrv2_diff.device_bench.options import Options
 
 OnStep = Callable[[str, int], None]
 
@@ -87,6 +92,8 @@ class Harness:
     """Returns what a record made now would be measured on."""
     bench: Callable[[int, int], BenchResult]
     """Measures so many decoding requests, over so many steps."""
+    bench_apart: "Callable[[Options, Callable[[str], None]], Outcome]"
+    """Measures engines side by side, each runner in its own process, and says how it goes."""
     surface: Callable[[], Mapping[str, Sequence[str]]]
     """Returns each name that vLLM touches on a runner and we do not know, with the places.
 
@@ -109,6 +116,7 @@ def installed_harness() -> Harness:
         run=_run,
         environment=_environment,
         bench=_bench,
+        bench_apart=_bench_apart,
         surface=_surface,
         soak=_soak,
         replay=_replay,
@@ -143,6 +151,12 @@ def _bench(num_requests: int, num_steps: int) -> BenchResult:
     from mrv2_diff.bench import bench  # imports torch and vLLM: seconds
 
     return bench(num_requests, num_steps)
+
+
+def _bench_apart(options: "Options", say: Callable[[str], None]) -> "Outcome":
+    from mrv2_diff.device_bench.bench import Bench  # --help needs none of it
+
+    return Bench(options, say).run()
 
 
 def _surface() -> Mapping[str, Sequence[str]]:

@@ -98,20 +98,44 @@ exit codes: 0, or 2 for an unknown area.""",
 )
 
 BENCH = HelpText(
-    short="measure both runners' host time",
+    short="measure runners' host time, or whole engines side by side",
     long="""\
-Measure the host time of steady decode steps in both runners, interleaved in one engine. Bookkeeping
-is a runner's step less the model, the sampler and the attention metadata, which neither owns.
+Without --runners: the host time of steady decode steps in both runners, interleaved in one engine
+on the CPU. Bookkeeping is a runner's step less the model, the sampler and the attention metadata,
+which neither owns.
+
+With --runners: engines side by side on one device, each runner's in a process of its own. They take
+turns, in orders that balance a drift, until the 95 % confidence interval of every ratio of medians
+is narrower than 3 %, or the time is over (INCONCLUSIVE). All must be sent the same steps. Host time
+is what execute_model, sample_tokens and reading the output take, less every wait for an event.
+
+parts:
+  memory      each engine alone: KV tokens, memory by phase (CUDA)
+  steady      decode steps of whole engines, a batch that stays
+  churn       the same, while a part of the batch leaves and arrives in each step
+  replay      decode steps of the runner alone, without a scheduler
+  throughput  256 requests, prompts and outputs of 100 to 1,024 tokens; time to the first token
+  growth      by batch, context and arrivals, with a plot; a few rounds each
+  profile     busy time, kernels, driver calls and uploads, from torch's profiler (CUDA)
+
 Run it on an idle machine.""",
     epilog="""\
 examples:
   mrv2-diff bench                              64 requests
   mrv2-diff bench --requests 8 --steps 100     a smaller batch
   mrv2-diff bench --out ./bench.json           keep the figures
+  mrv2-diff bench --runners v1,mrv2,vllm-v2 --out ./device.json
+  mrv2-diff bench --runners v1,mrv2 --parts steady,profile --batches 256 --limit 300
+  mrv2-diff bench --runners v1,mrv2 --engine-of mrv2 '{"enforce_eager": true}'
+
+With --runners, --out FILE.json is written anew after each measurement; beside it FILE.txt (tables),
+FILE.svg (growth) and FILE.RUNNER.log (what a process printed). A runner that fails or hangs is
+ended and named; the others go on.
 
 exit codes:
-  0    mrv2's bookkeeping is within the bound
-  1    it is above the bound
+  0    mrv2's bookkeeping is within the bound; with --runners: all was measured, and well enough
+  1    it is above the bound; with --runners: a runner failed, a ratio is INCONCLUSIVE, steps
+       differ, or a part was skipped
   2    bad input: a number out of bounds, a file that cannot be written
   130  interrupted""",
 )

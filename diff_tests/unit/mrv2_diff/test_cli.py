@@ -19,6 +19,8 @@ from mrv2_diff import help_texts
 from mrv2_diff import record as records_file
 from mrv2_diff.case import Case, EngineSpec
 from mrv2_diff.cli import main
+from mrv2_diff.device_bench.bench import Outcome
+from mrv2_diff.device_bench.options import Options
 from mrv2_diff.harness import (
     MAX_BENCH_REQUESTS,
     MAX_BENCH_STEPS,
@@ -91,6 +93,8 @@ class FakeHarness:
     environment: dict[str, str] = field(default_factory=lambda: dict(ENVIRONMENT))
     ratio: float | BaseException = 0.5
     benched: list[tuple[int, int]] = field(default_factory=list)
+    benched_apart: list[Options] = field(default_factory=list)
+    apart_passes: bool = True
     soaked: list[Soak] = field(default_factory=list)
     soak_result: SoakResult = field(default_factory=lambda: SoakResult(steps=2000))
     unknown: dict[str, list[str]] = field(default_factory=dict)
@@ -125,12 +129,18 @@ class FakeHarness:
             raise self.ratio
         return BenchResult(table="a table", ratio=self.ratio, figures={"ratio": self.ratio})
 
+    def bench_apart(self, options: Options, say: Callable[[str], None]) -> Outcome:
+        self.benched_apart.append(options)
+        say("a line")
+        return Outcome(record={}, table="tables", passes=self.apart_passes)
+
     def harness(self) -> Harness:
         return Harness(
             cases=lambda: CATALOG,
             run=self.run,
             environment=lambda: self.environment,
             bench=self.bench,
+            bench_apart=self.bench_apart,
             surface=lambda: self.unknown,
             soak=self.soak,
             replay=self.replay,
@@ -218,6 +228,7 @@ def test_a_case_without_a_record_fails_the_run(
         run=lambda selection, on_step: iter(()),
         environment=dict,
         bench=fake.bench,
+        bench_apart=fake.bench_apart,
         surface=dict,
         soak=fake.soak,
         replay=fake.replay,
@@ -600,6 +611,50 @@ def test_bench_says_which_numbers_it_takes(
         message = f"argument {option}: {text!r} is no whole number from 1 to {high}\n"
         assert capsys.readouterr().err.endswith(message)
     assert fake("bench", option, high) == 0
+
+
+def test_bench_of_runners_asks_for_what_is_named(
+    fake: FakeHarness, tmp_path: Path, capsys: Capture
+) -> None:
+    out = tmp_path / "made" / "device.json"
+    status = fake(
+        "bench", "--runners", "v1,mrv2", "--parts", "steady,profile", "--batches", "1,256",
+        "--temperatures", "0", "--steps", 20, "--limit", 90, "--cudagraph-mode", "NONE",
+        "--engine", '{"seed": 3}', "--engine-of", "mrv2", '{"enforce_eager": true}', "--out", out,
+    )  # fmt: skip
+    assert status == 0
+    assert capsys.readouterr().out == "a line\ntables\n"
+    assert fake.benched == []
+    assert fake.benched_apart == [
+        Options(
+            runners=("v1", "mrv2"), parts=("steady", "profile"), batches=(1, 256),
+            temperatures=(0.0,), steps=20, limit_s=90.0, cudagraph_mode="NONE",
+            engine={"seed": 3}, engine_of={"mrv2": {"enforce_eager": True}}, out=out,
+        )
+    ]  # fmt: skip
+    fake.apart_passes = False
+    assert fake("bench", "--runners", "v1") == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--parts", "steady"), "--parts needs --runners"),
+        (("--engine-of", "v1", "{}"), "--engine-of needs --runners"),
+        (("--runners", "v1", "--requests", "3"), "--requests does not go with --runners"),
+        (("--runners", "v1", "--max-ratio", "1"), "--max-ratio does not go with --runners"),
+        (("--runners", "v7"), "there is no runner 'v7'; choose from v1, mrv2, vllm-v2"),
+        (("--runners", "v1", "--engine-of", "v1", "no"), "'no' is not JSON"),
+        (("--runners", "v1", "--engine-of", "v1", "[]"), "'[]' is no JSON object"),
+    ],
+)
+def test_bench_says_what_does_not_go_together(
+    fake: FakeHarness, options: tuple[str, ...], message: str, capsys: Capture
+) -> None:
+    assert fake("bench", *options) == 2
+    assert capsys.readouterr().err.startswith(f"mrv2-diff bench: {message}")
+    assert fake.benched == []
+    assert fake.benched_apart == []
 
 
 # ---------------------------------------------------------------- help and progress
