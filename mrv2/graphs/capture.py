@@ -57,15 +57,18 @@ class CudaGraphMaker:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._pool: Any = None
+        self._stream: torch.cuda.Stream | None = None
         self._graphs: list[torch.cuda.CUDAGraph] = []
 
     def capture(self, name: str, work: Callable[[], list[Tensor]]) -> tuple[Graph, list[Tensor]]:
         """Warm the work up on a side stream, and capture it; see `GraphMaker`."""
         graph = torch.cuda.CUDAGraph()
-        if self._pool is None:
+        if self._pool is None or self._stream is None:
             self._pool = torch.cuda.graph_pool_handle()
+            # One for all: torch keeps the memory of each stream apart.
+            self._stream = torch.cuda.Stream(self._device)
+        stream = self._stream
         try:
-            stream = torch.cuda.Stream(self._device)
             stream.wait_stream(torch.cuda.current_stream(self._device))
             with torch.cuda.stream(stream):
                 for _ in range(_WARMUPS):
@@ -86,7 +89,7 @@ class CudaGraphMaker:
         for graph in self._graphs:
             graph.reset()
         self._graphs.clear()
-        self._pool = None
+        self._pool = self._stream = None
 
 
 class _Memory:
