@@ -1,13 +1,22 @@
 """`mrv2-diff bench --runners v1,mrv2` with real engines on a CPU, each in a process of its own."""
 
+import json
+import os
+import subprocess
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from mrv2_diff.catalog.prompts import TINY
 from mrv2_diff.device_bench.bench import Bench, Outcome
+from mrv2_diff.device_bench.channel import COMMON, RUNNERS
 from mrv2_diff.device_bench.options import Options
 from mrv2_diff.device_bench.points import Workload
 from mrv2_diff.drivers.one_engine import OURS
+from mrv2_diff.drivers.variables import clean_environment
+from mrv2_diff.models.checkpoint import cached_model
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
@@ -99,3 +108,55 @@ def test_a_model_that_does_not_start_is_reported_with_its_traceback(tmp_path: Pa
     assert failure["during"] == "start"
     assert "max_model_len" in failure["message"]
     assert not outcome.passes
+
+
+ASYNC_PROGRAM = """
+import json, os, sys
+from vllm.platforms import current_platform
+
+platform = type(current_platform)
+checked = platform.check_and_update_config.__func__
+
+def keeps_async(cls, config):
+    checked(cls, config)
+    config.scheduler_config.async_scheduling = True
+
+platform.check_and_update_config = classmethod(keeps_async)
+
+from mrv2_diff.device_bench.points import Point, Workload
+from mrv2_diff.device_bench.stepper import Stepper
+
+stepper = Stepper(json.loads(sys.argv[1]))
+assert stepper.core.batch_queue is not None
+found = {}
+for point in (Point(batch=8), Point(batch=8, churn=0.5), Point(batch=1, churn=0.1)):
+    stepper.record(point, 6)
+    found[point.name] = [stepper.block(point, 6), stepper.replay(point, 6)]
+found["throughput"] = stepper.throughput(Workload(requests=4, low=4, high=9), stream=True)
+print("\\n" + json.dumps(found), flush=True)
+os._exit(0)
+"""
+"""Our runner under async scheduling on a CPU, which vLLM turns off there and a GPU has."""
+
+
+def test_steps_that_are_queued_ahead_are_measured() -> None:
+    options = Options(runners=("mrv2",), parts=("churn", "throughput"), batches=(8,), churn=0.5,
+                      workload=Workload(requests=4, low=4, high=9))  # fmt: skip
+    engine = options.engine_arguments("mrv2", "cpu", str(cached_model(TINY)), alone=False)
+    done = subprocess.run(
+        [sys.executable, "-c", ASYNC_PROGRAM, json.dumps(engine)],
+        env={**clean_environment(os.environ), **COMMON, **RUNNERS["mrv2"]},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    assert found.pop("throughput")["output_tokens"] > 0
+    for blocks in found.values():
+        for block in blocks:
+            columns = block["columns"]
+            assert {len(values) for values in columns.values()} == {6}
+            assert min(columns["read_us"]) > 0
+            assert min(columns["wall_us"]) > 0

@@ -23,8 +23,10 @@ COPY = "copy"
 
 _PLAN_NAMES = re.compile(r"prepare_varlen|num_splits|scheduler_metadata|get_mla_metadata", re.I)
 """Kernels that plan attention: made anew each step, and neither forward nor sampling."""
+_SURELY_MODEL_NAMES = re.compile(r"gemm|gemv|cutlass|nvjet|cublas|xmma|splitk|flash::|fmha", re.I)
+"""Libraries of the model alone, whose templates' names say much else."""
 _MODEL_NAMES = re.compile(
-    r"gemm|gemv|cutlass|nvjet|cublas|xmma|splitk|flash|fmha|attention|attn|paged|"
+    r"flash|attention|attn|paged|"
     r"rms_?norm|layer_?norm|rotary|rope|silu|swiglu|act_and_mul|gelu|reshape_and_cache|"
     r"embedding|vectorized_gather|indexSelect",
     re.I,
@@ -117,6 +119,8 @@ def kind_of(event_name: str, category: str = "kernel") -> str:
         return COPY
     if _PLAN_NAMES.search(event_name):
         return ATTENTION_PLAN
+    if _SURELY_MODEL_NAMES.search(event_name):
+        return MODEL
     if _MODEL_NAMES.search(event_name) and not _NOT_MODEL_NAMES.search(event_name):
         return MODEL
     return OUTSIDE
