@@ -63,6 +63,7 @@ class Child:
         config = stepper.engine.vllm_config
         cache = config.cache_config
         runner = type(stepper.runner)
+        captured = self._memory.captured if self._memory is not None else None
         return {
             "runner_class": f"{runner.__module__}.{runner.__qualname__}",
             "start_s": time.monotonic() - began,
@@ -72,7 +73,10 @@ class Child:
             "num_gpu_blocks": cache.num_gpu_blocks,
             "kv_tokens": cache.num_gpu_blocks * cache.block_size,
             "memory": self._memory.phases if self._memory is not None else None,
-            "memory_reported": reported(stepper.worker),
+            "memory_reported": {
+                **reported(stepper.worker),
+                **({"captured": captured} if captured is not None else {}),
+            },
         }
 
     def record(self, point: dict[str, Any], steps: int) -> Answer:

@@ -17,6 +17,7 @@ PHASES = {
 """Methods of vLLM's CUDA worker, in order, and the phase that each one is."""
 
 _REPORTED = (
+    "total_consumed",
     "peak_activation_memory",
     "non_torch_memory",
     "cudagraph_memory_estimate",
@@ -34,6 +35,8 @@ class MemoryWatch:
 
     def __init__(self, worker_class: Any) -> None:
         self.phases: dict[str, dict[str, int]] = {}
+        self.captured: int | None = None
+        """Bytes that the runner says its graphs took, to set beside what it estimated."""
         for method, phase in PHASES.items():
             setattr(worker_class, method, self._watched(getattr(worker_class, method), phase))
 
@@ -42,6 +45,8 @@ class MemoryWatch:
             torch.cuda.reset_peak_memory_stats()
             free, _ = torch.cuda.mem_get_info()
             held, reserved = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
+            if phase == "graphs":
+                self._watch_capture(worker.model_runner)
             result = call(worker, *arguments, **named)
             torch.cuda.synchronize()
             self.phases[phase] = {
@@ -53,6 +58,16 @@ class MemoryWatch:
             return result
 
         return watched
+
+    def _watch_capture(self, runner: Any) -> None:
+        capture = runner.capture_model
+
+        def watched(*arguments: Any, **named: Any) -> Any:
+            result = capture(*arguments, **named)
+            self.captured = int(result) if isinstance(result, int | float) else None
+            return result
+
+        runner.capture_model = watched
 
 
 def reported(worker: Any) -> dict[str, int]:

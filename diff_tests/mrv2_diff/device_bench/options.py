@@ -124,7 +124,7 @@ class Options:
         held = [point.tokens_held(self.steps, budget) for point in points]
         if "throughput" in self.parts:
             held.append(2 * self.workload.high)
-        longest = max([*held, 128])
+        longest = max([*held, 2048 if on_gpu else 128])  # what is captured depends on it
         arguments: dict[str, Any] = {
             "model": model,
             "skip_tokenizer_init": True,
@@ -136,8 +136,9 @@ class Options:
             "enable_prefix_caching": False,
         }
         if not alone:
-            arguments["num_gpu_blocks_override"] = self.blocks or self._blocks(
-                points, budget, block_size
+            whole = math.ceil(longest / block_size) + 1  # vLLM wants room for one such request
+            arguments["num_gpu_blocks_override"] = self.blocks or max(
+                whole, self._blocks(points, budget, block_size)
             )
         if on_gpu:
             largest = max(256, *self.growth_batches) if "growth" in self.parts else 256

@@ -42,7 +42,14 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Device:
 
 
 def test_phases_are_told_apart(device: Device) -> None:
+    class Runner:
+        def capture_model(self) -> int:
+            device.take(20, beside=50)
+            return 20
+
     class Worker:
+        model_runner = Runner()
+
         def load_model(self, *, load_dummy_weights: bool = False) -> None:
             device.take(100)
 
@@ -54,7 +61,7 @@ def test_phases_are_told_apart(device: Device) -> None:
             device.take(400)
 
         def compile_or_warm_up_model(self) -> None:
-            device.take(20, beside=50)
+            assert self.model_runner.capture_model() == 20
 
     watch, worker = MemoryWatch(Worker), Worker()
     worker.load_model(load_dummy_weights=False)
@@ -66,6 +73,7 @@ def test_phases_are_told_apart(device: Device) -> None:
     assert left == {"weights": 100, "profile": 0, "kv": 400, "graphs": 20}
     peaks = {phase: sizes["peak"] for phase, sizes in watch.phases.items()}
     assert peaks == {"weights": 100, "profile": 300, "kv": 400, "graphs": 70}
+    assert watch.captured == 20
     assert sum(sizes["device"] for sizes in watch.phases.values()) == device.reserved
 
 

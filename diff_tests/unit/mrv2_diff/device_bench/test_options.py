@@ -59,6 +59,13 @@ def test_three_kv_caches_fit_beside_each_other() -> None:
     assert 3 * blocks * BLOCK_SIZES["cuda"] * per_token < 120 * 2**30
 
 
+def test_one_request_of_the_whole_length_fits() -> None:
+    options = Options(parts=("steady",), batches=(1,))
+    arguments = options.engine_arguments("v1", "cuda", "m", alone=False)
+    tokens = arguments["num_gpu_blocks_override"] * arguments["block_size"]
+    assert tokens > arguments["max_model_len"] == 2048
+
+
 def test_a_user_has_the_last_word() -> None:
     options = Options(engine={"seed": 5}, engine_of={"mrv2": {"enforce_eager": True}})
     assert options.engine_arguments("v1", "cuda", "m", alone=False)["seed"] == 5
