@@ -9,6 +9,7 @@ import numpy.typing as npt
 from torch import Tensor
 
 from mrv2.batch.layout import BatchLayout
+from mrv2.memory.ring import Slot
 from mrv2.memory.transfers import Event, Transfers
 from mrv2.sampling.prompt_logprobs import PromptScores
 from mrv2.sampling.sampler import SamplerOutput
@@ -51,6 +52,7 @@ class PendingOutput:
         sampled: Device results; copies are queued now.
         transfers: Carries the copies.
         prompt_scores: Of the prompts that the step completes; their copies are queued already.
+        slot: Where the step itself writes its tokens on the host; None if they are to be copied.
     """
 
     def __init__(
@@ -59,10 +61,13 @@ class PendingOutput:
         sampled: SamplerOutput,
         transfers: Transfers,
         prompt_scores: Mapping[str, PromptScores],
+        slot: Slot | None = None,
     ) -> None:
         self._layout = layout
         self._prompt_scores = prompt_scores
-        self._token_ids = transfers.download(sampled.token_ids)
+        self._transfers = transfers
+        self._slot = slot
+        self._token_ids = None if slot is not None else transfers.download(sampled.token_ids)
         self._logprobs: tuple[Tensor, Tensor, Tensor] | None = None
         if sampled.logprobs is not None:
             tensors = sampled.logprobs
@@ -72,19 +77,32 @@ class PendingOutput:
                 transfers.download(tensors.ranks),
             )
         self._ready: Event | None = transfers.record()
+        if slot is not None:
+            slot.ready = self._ready
 
     def wait(self) -> RunnerOutput:
         """Wait for the copies and return host values. The only call of a step that blocks."""
         if self._ready is not None:
             self._ready.synchronize()
+            if self._slot is not None:
+                self._slot.ready = None
+            self._transfers.give_back(self._ready)
+            self._ready = None
         layout = self._layout
         return RunnerOutput(
             req_ids=layout.req_ids,
-            token_ids=_split(self._token_ids.tolist(), layout),
+            token_ids=_split(self._drawn(), layout),
             logprobs=self._host_logprobs(),
             cu_num_logits=layout.cu_num_logits,
             prompt_logprobs=_host_scores(self._prompt_scores) if self._prompt_scores else {},
         )
+
+    def _drawn(self) -> list[int]:
+        if self._slot is not None:
+            return self._slot.take()
+        assert self._token_ids is not None, "what no slot takes is copied"
+        drawn: list[int] = self._token_ids.tolist()
+        return drawn
 
     def _host_logprobs(self) -> Logprobs | None:
         if self._logprobs is None:

@@ -2,8 +2,9 @@
 
 Host state is never pinned and never a copy's source. `upload` first copies the host's values into a
 staging buffer that belongs to the step being built, and the device reads only that. A step's
-staging buffer is written again at the earliest in the step after the next, and only if the device
-has passed the point that was recorded when the step ended; otherwise a fresh buffer joins the ring.
+staging buffer is written again at the earliest in the second step after it that uploads anything,
+and only if the device has passed a point that was recorded behind the step; otherwise a fresh
+buffer joins the ring.
 So a host write after a step was queued cannot change that step, and nothing here blocks.
 
 On a CPU the path is the same, without pinning and without events, unless the caller brings a stream
@@ -43,11 +44,22 @@ def queue_copy(destination: Tensor, source: Tensor) -> None:
     destination.copy_(source, non_blocking=True)
 
 
-def record_cuda_event() -> Event:
-    """Return an event behind everything queued so far on the current stream of the GPU."""
-    event = torch.cuda.Event()
-    event.record()
-    return event
+class CudaEvents:
+    """Events on the current stream of the GPU, used again: making one costs as much as a launch."""
+
+    def __init__(self) -> None:
+        self._spare: list[torch.cuda.Event] = []
+
+    def record(self) -> Event:
+        """Return an event behind everything queued so far."""
+        event = self._spare.pop() if self._spare else torch.cuda.Event()
+        event.record()
+        return event
+
+    def give_back(self, event: Event) -> None:
+        """Take an event that nobody will ask about any more."""
+        if isinstance(event, torch.cuda.Event):
+            self._spare.append(event)
 
 
 class _Chunk:
@@ -120,19 +132,33 @@ class Transfers:
         self.device = device
         self._pinned = device.type == "cuda"
         self._copy = copy
-        self._record = record_cuda_event if record is None and self._pinned else record
+        self._events = CudaEvents()
+        self._record = self._events.record if record is None and self._pinned else record
         self._ring = [_StagingBuffer(self._pinned) for _ in range(2)]
         self._current = 0
+        self._is_new_step = False
 
     def begin_step(self) -> None:
-        """Move to a staging buffer that the device no longer reads."""
+        """Have the next upload start a staging buffer that the device no longer reads.
+
+        A step that uploads nothing costs nothing.
+        """
+        self._is_new_step = True
+
+    def _move_on(self) -> None:
+        self._is_new_step = False
         if self._record is not None:
+            # Behind more than the last upload by now, which is as good.
             self._ring[self._current].released = self._record()
         following = (self._current + 1) % len(self._ring)
         released = self._ring[following].released
-        if released is not None and not released.query():
-            following = self._current + 1
-            self._ring.insert(following, _StagingBuffer(self._pinned))
+        if released is not None:
+            if released.query():
+                self.give_back(released)
+                self._ring[following].released = None
+            else:
+                following = self._current + 1
+                self._ring.insert(following, _StagingBuffer(self._pinned))
         self._ring[following].reset()
         self._current = following
 
@@ -146,6 +172,8 @@ class Transfers:
         Returns:
             The device tensor.
         """
+        if self._is_new_step:
+            self._move_on()
         staged = self._ring[self._current].take(values)
         if out is None:
             out = torch.empty(staged.shape, dtype=staged.dtype, device=self.device)
@@ -180,3 +208,7 @@ class Transfers:
     def record(self) -> Event | None:
         """Return an event behind everything queued so far; None where nothing is ever late."""
         return None if self._record is None else self._record()
+
+    def give_back(self, event: Event) -> None:
+        """Let an event that `record` returned be used again; nobody may ask about it any more."""
+        self._events.give_back(event)
