@@ -2,8 +2,9 @@
 
 `execute` and `sample` queue work on the current stream and return; only `PendingOutput.wait`
 blocks. Rows change on the host in `_apply_events` and nowhere else, and on the device in the staged
-writes that follow it and in `commit_step` at the end. The next step may be planned and queued
-before this one's output was waited for: nothing that it needs has to come back to the host first.
+writes that follow it, one upload in all, and in `commit_step` at the end. The next step may be
+planned and queued before this one's output was waited for: nothing that it needs has to come back
+to the host first.
 """
 
 from collections.abc import Sequence
@@ -15,7 +16,7 @@ import numpy.typing as npt
 from torch import Tensor
 
 from mrv2.batch.commit import commit_step
-from mrv2.batch.inputs import InputBatch, InputBuffers, gather_inputs, prepare_inputs
+from mrv2.batch.inputs import InputBatch, InputBuffers, prepare_inputs
 from mrv2.batch.layout import (
     BatchLayout,
     idle_decode,
@@ -28,6 +29,7 @@ from mrv2.errors import CapacityError, ConfigError, ProtocolError
 from mrv2.graphs.capture import CudaGraphMaker, GraphMaker
 from mrv2.graphs.decode import DecodeGraphs, DrawnStep
 from mrv2.graphs.shape import GraphKey, GraphMode, GraphShapes
+from mrv2.memory.arena import Arena
 from mrv2.memory.transfers import Transfers
 from mrv2.output import PendingOutput
 from mrv2.plan import StepPlan
@@ -95,9 +97,10 @@ class Runner:
         self.transfers = transfers or Transfers(config.device)
         self.trace: StepTrace = trace or NullTrace()
         self.rows = RowTable(config.max_num_reqs)
-        self.requests = RequestColumns(config.num_rows, config.max_model_len, self.transfers)
-        self.block_tables = BlockTables(config.kv_groups, config.num_rows, self.transfers)
-        self.sampler = Sampler(config, self.requests, self.transfers, self.trace, stages)
+        self._arena = Arena(self.transfers)
+        self.requests = RequestColumns(config.num_rows, config.max_model_len, self._arena)
+        self.block_tables = BlockTables(config.kv_groups, config.num_rows, self._arena)
+        self.sampler = Sampler(config, self.requests, self._arena, self.trace, stages)
         self._prompt_logprobs = PromptLogprobs(config, self.requests, self.transfers)
         self._row_states: tuple[RowState, ...] = (
             self.requests,
@@ -105,7 +108,8 @@ class Runner:
             self.sampler,
             self._prompt_logprobs,
         )
-        self._buffers = InputBuffers(config)
+        self._buffers = InputBuffers(config, self._arena)
+        self._arena.allocate()
         self._shapes = GraphShapes(config.graphs)
         self._graphs = None if graph_maker is None else DecodeGraphs(config.idle_row, graph_maker)
         self._model = model
@@ -131,11 +135,11 @@ class Runner:
         self._check_order(plan)
         self.trace.record("plan", plan)
         layout = self._lay_out(plan)
+        key = self._shapes.choose(layout, is_captured=self._is_captured)
         self.transfers.begin_step()
-        self._flush()
+        self._flush(self._as_run(layout, key))
         self.requests.advance(layout.rows, layout.query_lens)
         self.trace.record("layout", layout)
-        key = self._shapes.choose(layout, is_captured=self._is_captured)
         self.trace.record("graph_key", key)
         step = (
             self._replay(layout, key) if key.mode is GraphMode.DECODE else self._launch(layout, key)
@@ -167,7 +171,7 @@ class Runner:
             assert graphs is not None, "the constructor refuses sizes that nothing can capture"
             layout = idle_decode(num_reqs, config.idle_row, config.max_model_len)
             self.transfers.begin_step()
-            self._buffers.upload(layout, self.transfers)
+            self._flush(layout)
             graphs.capture(num_reqs, partial(self._queue_decode, layout))
         self._is_captured = True
 
@@ -196,17 +200,14 @@ class Runner:
         layout = idle_decode(num_reqs, self.config.idle_row, 1)
         key = self._shapes.choose(layout, is_captured=self._is_captured)
         self.transfers.begin_step()
-        self._flush()
+        self._flush(self._as_run(layout, key))
         if key.mode is GraphMode.DECODE:
             return self._replay(layout, key).hidden
-        self._buffers.upload(layout, self.transfers)
         return self._queue_decode(layout).hidden
 
     def _launch(self, layout: BatchLayout, key: GraphKey) -> StepInFlight:
         """Queue a step up to its hidden states, operation by operation."""
-        batch = prepare_inputs(
-            layout, self.requests, self.block_tables, self._buffers, self.transfers
-        )
+        batch = prepare_inputs(layout, self.requests, self.block_tables, self._buffers)
         self.trace.record("batch", batch)
         input_ids, positions = self._buffers.padded(key.num_tokens)
         inputs = ForwardInputs(
@@ -223,7 +224,7 @@ class Runner:
     def _replay(self, layout: BatchLayout, key: GraphKey) -> StepInFlight:
         """Queue a whole decode step, its commit included, in one launch."""
         assert self._graphs is not None, "a decode is replayed only where it was captured"
-        step = self._graphs.replay(layout, key.num_reqs, self._buffers, self.transfers)
+        step = self._graphs.replay(layout, key.num_reqs)
         self.trace.record("batch", step.batch)
         self.trace.record("forward_inputs", step.inputs)
         self.trace.record("hidden", step.hidden)
@@ -232,8 +233,8 @@ class Runner:
         )
 
     def _queue_decode(self, layout: BatchLayout) -> DrawnStep:
-        """Queue a decode step with a plain draw, over rows that are uploaded already."""
-        batch = gather_inputs(layout, self.requests, self.block_tables, self._buffers)
+        """Queue a decode step with a plain draw, over rows that are on the device already."""
+        batch = prepare_inputs(layout, self.requests, self.block_tables, self._buffers)
         inputs = ForwardInputs(
             input_ids=batch.input_ids,
             positions=batch.positions,
@@ -349,9 +350,22 @@ class Runner:
         for continuation in plan.continuations:
             self.block_tables.append(self.rows.row(continuation.req_id), continuation.new_block_ids)
 
-    def _flush(self) -> None:
+    def _as_run(self, layout: BatchLayout, key: GraphKey) -> BatchLayout:
+        """Return the layout that is run in place of another: padded, if a graph is replayed."""
+        if key.mode is not GraphMode.DECODE:
+            return layout
+        assert self._graphs is not None, "a decode is replayed only where it was captured"
+        return self._graphs.padded(layout, key.num_reqs)
+
+    def _flush(self, layout: BatchLayout) -> None:
+        """Queue what changed since the last step, the layout included: one upload and one kernel.
+
+        Nothing changed queues nothing.
+        """
         for state in self._row_states:
             state.flush()
+        self._buffers.stage(layout)
+        self._arena.flush()
 
     def _check_order(self, plan: StepPlan) -> None:
         if self._num_sampled != self._num_executed:

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from mrv2.config import RunnerConfig
+from mrv2.memory.arena import Arena
 from mrv2.memory.transfers import Transfers
 from mrv2.plan import Arrival, Sampling
 from mrv2.sampling.logprobs import gather_logprobs
@@ -144,7 +145,7 @@ def prompt_sides(
 ) -> dict[str, Callable[[], object]]:
     """Return what scores a prompt, by name."""
     vocab_size = weights.shape[0]
-    transfers = Transfers(hidden.device)
+    arena = Arena(Transfers(hidden.device))
     config = RunnerConfig(
         device=hidden.device,
         max_num_reqs=1,
@@ -153,8 +154,8 @@ def prompt_sides(
         vocab_size=vocab_size,
         kv_groups=(),
     )
-    requests = RequestColumns(1, length, transfers)
-    scorer = PromptLogprobs(config, requests, transfers)
+    requests = RequestColumns(1, length, arena)
+    scorer = PromptLogprobs(config, requests, arena.transfers)
     arrival = Arrival(
         req_id="prompt",
         token_ids=[(index * 7919) % vocab_size for index in range(length)],
@@ -165,6 +166,7 @@ def prompt_sides(
     )
     requests.admit(0, arrival)
     requests.flush()
+    arena.flush()
     start = np.zeros(1, dtype=np.int32)
     locations = np.array([0, length], dtype=np.int32)
 

@@ -14,6 +14,7 @@ from scipy import stats  # type: ignore[import-untyped]
 from torch import Tensor
 
 from mrv2.config import RunnerConfig
+from mrv2.memory.arena import Arena
 from mrv2.memory.transfers import Transfers
 from mrv2.plan import Arrival, Sampling
 from mrv2.sampling.sampler import Sampler
@@ -74,17 +75,17 @@ def sampler_for(
     samplings: list[Sampling], vocab_size: int, trace: StepTrace, device: torch.device
 ) -> Sampler:
     """A sampler whose row i serves the i-th request."""
-    transfers = Transfers(device)
+    arena = Arena(Transfers(device))
     config = RunnerConfig(
-        device=transfers.device,
+        device=arena.transfers.device,
         max_num_reqs=len(samplings),
         max_num_tokens=1 << 20,
         max_model_len=4,
         vocab_size=vocab_size,
         kv_groups=(),
     )
-    requests = RequestColumns(len(samplings), 4, transfers)
-    sampler = Sampler(config, requests, transfers, trace)
+    requests = RequestColumns(len(samplings), 4, arena)
+    sampler = Sampler(config, requests, arena, trace)
     for row, sampling in enumerate(samplings):
         arrival = Arrival(
             req_id=str(row),
@@ -98,6 +99,7 @@ def sampler_for(
         sampler.admit(row, arrival)
     requests.flush()
     sampler.flush()
+    arena.flush()
     return sampler
 
 

@@ -6,6 +6,7 @@ the runner that is defined in `mrv2`, so state that a new feature adds is looked
 named here. `PoisonFreed` makes a stale read show: what a freed row holds is overwritten at once.
 """
 
+from array import array
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,9 +16,9 @@ import numpy as np
 from torch import Tensor
 
 from mrv2 import Arrival, Runner, Sampling, Scheduled, StepPlan
+from mrv2.memory.arena import Arena
 from mrv2.memory.mirrored import MirroredTensor
 from mrv2.memory.ragged import MirroredLists
-from mrv2.memory.staged import StagedWriteTensor
 from mrv2.memory.transfers import Transfers
 from mrv2.sampling.prompt_logprobs import PromptScores
 from mrv2.sampling.sampler import Sampler
@@ -155,7 +156,7 @@ def snapshot(runner: Runner) -> dict[str, object]:
             continue
         if isinstance(value, Tensor):
             values[path] = value.numpy().tobytes()
-        elif isinstance(value, np.ndarray):
+        elif isinstance(value, np.ndarray | array):
             values[path] = value.tobytes()
         elif isinstance(value, dict | set | frozenset):
             values[path] = sorted(map(repr, value))
@@ -217,9 +218,11 @@ def _check_freed(runner: Runner) -> None:
 
 
 def _check_staged(path: str, value: object) -> None:
-    if isinstance(value, StagedWriteTensor):
+    if isinstance(value, Arena):
         _require("staged", value.num_staged == 0, f"{path} holds {value.num_staged} writes")
-    elif isinstance(value, MirroredTensor | MirroredLists):
+    elif isinstance(value, MirroredTensor):
+        _require("staged", value._first >= value._end, f"{path} was not flushed")
+    elif isinstance(value, MirroredLists):
         _require("staged", not value._dirty, f"{path} was not flushed")
     elif isinstance(value, Sampler):
         _require("staged", not value._changed, f"{path} was not flushed")

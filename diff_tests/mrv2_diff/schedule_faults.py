@@ -14,16 +14,15 @@ The runner has no switch for any of this: a fault replaces a method for as long 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import Any
 from unittest.mock import patch
 
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from mrv2 import runner
 from mrv2.batch.inputs import InputBuffers
 from mrv2.batch.layout import BatchLayout, Int32, is_next_decode
+from mrv2.memory.mirrored import MirroredTensor
 from mrv2.memory.transfers import Transfers
 from mrv2.output import PendingOutput
 from mrv2.plan import Scheduled, StepPlan
@@ -87,15 +86,14 @@ def _event_before_the_copies() -> Iterator[None]:
         yield
 
 
-def _upload_of_live_memory() -> AbstractContextManager[object]:
-    def faulty(self: Transfers, values: npt.NDArray[Any], out: Tensor | None = None) -> Tensor:
-        source = torch.from_numpy(values)
-        if out is None:
-            out = torch.empty(source.shape, dtype=source.dtype)
-        self._copy(out, source)
-        return out
+def _copy_of_live_memory() -> AbstractContextManager[object]:
+    def faulty(self: MirroredTensor) -> None:
+        if self._first < self._end:
+            column = self._arena.view(self._region)
+            self._arena.transfers._copy(column, torch.from_numpy(self.host))
+            self._first, self._end = len(self.host), 0
 
-    return patch.object(Transfers, "upload", faulty)
+    return patch.object(MirroredTensor, "flush", faulty)
 
 
 # What shows wherever it is looked for.
@@ -209,12 +207,12 @@ def _next_decode_in_another_order() -> AbstractContextManager[object]:
 
 
 def _upload_skipped_by_shape() -> AbstractContextManager[object]:
-    def faulty(self: InputBuffers, layout: BatchLayout, transfers: Transfers) -> None:
-        if self._uploaded is None or layout.packed.shape != self._uploaded.shape:
-            transfers.upload(layout.packed, out=self._packed[: len(layout.packed)])
-            self._uploaded = layout.packed
+    def faulty(self: InputBuffers, layout: BatchLayout) -> None:
+        if self._staged is None or layout.packed.shape != self._staged.shape:
+            self._packed.stage_write(0, 0, layout.packed)
+            self._staged = layout.packed
 
-    return patch.object(InputBuffers, "upload", faulty)
+    return patch.object(InputBuffers, "stage", faulty)
 
 
 @contextmanager
@@ -282,10 +280,10 @@ SCHEDULE_FAULTS = (
         apply=_event_before_the_copies,
     ),
     ScheduleFault(
-        id="upload-of-live-memory",
-        title="uploads read the host's own arrays when they act",
+        id="copy-of-live-memory",
+        title="columns are copied from the host's own arrays, which are read when the copy acts",
         found_by="late",
-        apply=_upload_of_live_memory,
+        apply=_copy_of_live_memory,
     ),
     ScheduleFault(
         id="row-freed-one-step-early",

@@ -1,6 +1,6 @@
 """A step's inputs, gathered on the device from the state rows in the order of the batch.
 
-The host uploads one small array (rows and prefix sums); everything else is derived on the device
+The host writes one small array (rows and prefix sums); everything else is derived on the device
 from what the rows hold there, so a token that was drawn in the last step is an input of this one
 without the host having seen it.
 """
@@ -16,7 +16,8 @@ from torch import Tensor
 from mrv2.batch.decode import decode_blocks, decode_tokens
 from mrv2.batch.layout import BatchLayout, Int32, section_len
 from mrv2.config import RunnerConfig
-from mrv2.memory.transfers import Transfers
+from mrv2.memory.arena import Arena
+from mrv2.memory.staged import StagedWriteTensor
 from mrv2.ops.launch import Launch
 from mrv2.ops.twin import TwinOp
 from mrv2.sampling.stage import LogitsView
@@ -228,15 +229,16 @@ class InputBuffers:
 
     Args:
         config: Sizes and device.
+        arena: Memory of the packed layout, which the host writes.
     """
 
-    def __init__(self, config: RunnerConfig) -> None:
+    def __init__(self, config: RunnerConfig, arena: Arena) -> None:
         device, num_reqs, num_tokens = config.device, config.max_num_reqs, config.max_num_tokens
 
         def buffer(size: int, dtype: torch.dtype) -> Tensor:
             return torch.zeros(size, dtype=dtype, device=device)
 
-        self._packed = buffer(3 * section_len(num_reqs), torch.int32)
+        self._packed = StagedWriteTensor((1, 3 * section_len(num_reqs)), torch.int32, device, arena)
         self._input_ids = buffer(num_tokens, torch.int32)
         self._positions = buffer(num_tokens, torch.int64)
         self._seq_lens = buffer(num_reqs, torch.int32)
@@ -250,7 +252,7 @@ class InputBuffers:
         self._logit_positions = buffer(num_tokens, torch.int64)
         self._shape = (-1, -1, -1)
         self._views: InputViews | None = None
-        self._uploaded: Int32 | None = None
+        self._staged: Int32 | None = None
 
     def views(self, layout: BatchLayout) -> InputViews:
         """Return the parts that a layout uses; the last ones again while the shape stays."""
@@ -266,18 +268,18 @@ class InputBuffers:
         """
         return self._input_ids[:num_tokens], self._positions[:num_tokens]
 
-    def upload(self, layout: BatchLayout, transfers: Transfers) -> None:
-        """Queue the copy of a layout's packed values, unless they are the last ones uploaded."""
-        if layout.packed is not self._uploaded:
-            transfers.upload(layout.packed, out=self._packed[: len(layout.packed)])
-            self._uploaded = layout.packed
+    def stage(self, layout: BatchLayout) -> None:
+        """Stage a layout's packed values, unless they are the last ones staged."""
+        if layout.packed is not self._staged:
+            self._packed.stage_write(0, 0, layout.packed)
+            self._staged = layout.packed
 
     def _cut(self, num_reqs: int, num_tokens: int, num_logits: int) -> InputViews:
-        section = section_len(num_reqs)
+        section, packed = section_len(num_reqs), self._packed.tensor[0]
         return InputViews(
-            rows=self._packed[:num_reqs],
-            query_start_loc=self._packed[section : section + num_reqs + 1],
-            cu_num_logits=self._packed[2 * section : 2 * section + num_reqs + 1],
+            rows=packed[:num_reqs],
+            query_start_loc=packed[section : section + num_reqs + 1],
+            cu_num_logits=packed[2 * section : 2 * section + num_reqs + 1],
             input_ids=self._input_ids[:num_tokens],
             positions=self._positions[:num_tokens],
             seq_lens=self._seq_lens[:num_reqs],
@@ -321,18 +323,6 @@ class InputBatch:
 
 
 def prepare_inputs(
-    layout: BatchLayout,
-    requests: RequestColumns,
-    block_tables: BlockTables,
-    buffers: InputBuffers,
-    transfers: Transfers,
-) -> InputBatch:
-    """Queue everything that turns a layout into device inputs: one upload, then kernels."""
-    buffers.upload(layout, transfers)
-    return gather_inputs(layout, requests, block_tables, buffers)
-
-
-def gather_inputs(
     layout: BatchLayout,
     requests: RequestColumns,
     block_tables: BlockTables,

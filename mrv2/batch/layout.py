@@ -36,7 +36,7 @@ class BatchLayout:
     zero."""
     packed: Int32
     """[3 * num_reqs + 2]. `rows`, `query_start_loc` and `cu_num_logits` one after the other: what
-    is uploaded. The latter two are views of it."""
+    goes to the device. The latter two are views of it."""
     logit_rows: Int32
     """[num_logits]. Logit -> state row."""
     num_reqs: int
@@ -132,7 +132,7 @@ def is_next_decode(layout: BatchLayout, scheduled: Scheduled) -> bool:
 def lay_out_next_decode(layout: BatchLayout, scheduled: Scheduled) -> BatchLayout:
     """Return what `layout_batch` would, for the plain decode that follows another.
 
-    Only the lengths differ, by one. `packed` is the same object, which need not be uploaded again.
+    Only the lengths differ, by one. `packed` is the same object, which need not be staged again.
     """
     return BatchLayout(
         req_ids=scheduled.req_ids,

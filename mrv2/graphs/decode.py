@@ -10,10 +10,9 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from mrv2.batch.inputs import InputBatch, InputBuffers
+from mrv2.batch.inputs import InputBatch
 from mrv2.batch.layout import BatchLayout, pad_decode
 from mrv2.graphs.capture import Graph, GraphMaker
-from mrv2.memory.transfers import Transfers
 from mrv2.ports import ForwardInputs
 from mrv2.sampling.stage import LogitsView
 
@@ -59,7 +58,7 @@ class DecodeGraphs:
 
         Args:
             num_reqs: Its size.
-            work: Queues the step over rows that are uploaded already, and idle.
+            work: Queues the step over rows that are on the device already, and idle.
 
         Raises:
             CaptureError: It cannot be captured. Nothing that was captured is left.
@@ -88,14 +87,8 @@ class DecodeGraphs:
             ),
         )
 
-    def replay(
-        self, layout: BatchLayout, num_reqs: int, buffers: InputBuffers, transfers: Transfers
-    ) -> DrawnStep:
-        """Queue the step of a layout, padded to a captured size.
-
-        Returns:
-            Its values, without what pads it. They hold until the next replay.
-        """
+    def padded(self, layout: BatchLayout, num_reqs: int) -> BatchLayout:
+        """Return a layout padded to a captured size; the last one again while the rows stay."""
         if self._rows_of is not layout.packed or self._padded is None:
             self._rows_of = layout.packed
             self._padded = (
@@ -103,7 +96,18 @@ class DecodeGraphs:
                 if layout.num_reqs == num_reqs
                 else pad_decode(layout, num_reqs, self._idle_row)
             )
-        buffers.upload(self._padded, transfers)
+        return self._padded
+
+    def replay(self, layout: BatchLayout, num_reqs: int) -> DrawnStep:
+        """Queue the step of a layout whose padded rows are on the device.
+
+        Args:
+            layout: Not padded.
+            num_reqs: The captured size that it was padded to.
+
+        Returns:
+            Its values, without what pads it. They hold until the next replay.
+        """
         graph, captured = self._captured[num_reqs]
         graph.replay()
         if self._cut is None or self._cut_of != (num_reqs, layout.num_reqs):

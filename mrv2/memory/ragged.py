@@ -3,6 +3,10 @@
 Token ids with a bias, allowed tokens, bad words: most rows have none, some have thousands. The host
 keeps one array a row; `flush` packs all of them and carries them over whole, in steps that changed
 one. Rows without a list cost nothing but their offset.
+
+Lists stand apart from the arena, where every tensor has its size and its address for good: they may
+be of any length. A step that changes some costs two uploads more for each feature. That is rare,
+since few requests have any.
 """
 
 from collections.abc import Sequence

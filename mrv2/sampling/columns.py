@@ -6,8 +6,8 @@ divides by one, and the draw asks it which rows are greedy. There is one copy of
 
 import torch
 
+from mrv2.memory.arena import Arena
 from mrv2.memory.mirrored import MirroredTensor
-from mrv2.memory.transfers import Transfers
 from mrv2.plan import Arrival
 
 GREEDY_BELOW = 1e-5
@@ -19,12 +19,12 @@ class DrawColumns:
 
     Args:
         max_num_reqs: Rows.
-        transfers: Carries the columns to the device.
+        arena: Memory of the columns.
     """
 
-    def __init__(self, max_num_reqs: int, transfers: Transfers) -> None:
-        self.temperature = MirroredTensor(max_num_reqs, torch.float32, transfers)
-        self.seed = MirroredTensor(max_num_reqs, torch.int64, transfers)
+    def __init__(self, max_num_reqs: int, arena: Arena) -> None:
+        self.temperature = MirroredTensor(max_num_reqs, torch.float32, arena)
+        self.seed = MirroredTensor(max_num_reqs, torch.int64, arena)
 
     def admit(self, row: int, arrival: Arrival) -> None:
         """Take a request's parameters into its row."""
@@ -39,7 +39,7 @@ class DrawColumns:
         self.seed.set(row, 0)
 
     def flush(self) -> None:
-        """Queue what changed to the device."""
+        """Stage what changed."""
         self.temperature.flush()
         self.seed.flush()
 

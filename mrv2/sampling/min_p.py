@@ -123,7 +123,7 @@ class MinP:
 
     def __init__(self, resources: StageResources) -> None:
         self._temperature = resources.columns.temperature
-        self._log_min_p = MirroredTensor(resources.max_num_reqs, torch.float32, resources.transfers)
+        self._log_min_p = MirroredTensor(resources.max_num_reqs, torch.float32, resources.arena)
         for row in range(resources.max_num_reqs):
             self.evict(row)
 
@@ -137,7 +137,7 @@ class MinP:
         self._log_min_p.set(row, -math.inf)
 
     def flush(self) -> None:
-        """Queue what changed to the device."""
+        """Stage what changed."""
         self._log_min_p.flush()
 
     def wants(self, rows: npt.NDArray[np.int32]) -> bool:

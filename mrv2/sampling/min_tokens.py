@@ -146,10 +146,10 @@ class MinTokens:
     """The stage. Outputs are counted from the end of the prompt, wherever the request resumed."""
 
     def __init__(self, resources: StageResources) -> None:
-        max_num_reqs, transfers = resources.max_num_reqs, resources.transfers
-        self._stop_ids = MirroredLists(max_num_reqs, transfers)
-        self._free_from = MirroredTensor(max_num_reqs, torch.int32, transfers)
-        self._yields = MirroredTensor(max_num_reqs, torch.int32, transfers)
+        max_num_reqs, arena = resources.max_num_reqs, resources.arena
+        self._stop_ids = MirroredLists(max_num_reqs, resources.transfers)
+        self._free_from = MirroredTensor(max_num_reqs, torch.int32, arena)
+        self._yields = MirroredTensor(max_num_reqs, torch.int32, arena)
         self._vocab_size = resources.vocab_size
 
     def admit(self, row: int, arrival: Arrival) -> None:
@@ -170,7 +170,7 @@ class MinTokens:
         self._stop_ids.clear(row)
 
     def flush(self) -> None:
-        """Queue what changed to the device."""
+        """Queue the stop tokens, and stage what else changed."""
         self._stop_ids.flush()
         self._free_from.flush()
         self._yields.flush()

@@ -189,8 +189,7 @@ class Penalties:
     def __init__(self, resources: StageResources) -> None:
         self._resources = resources
         columns = [
-            MirroredTensor(resources.max_num_reqs, torch.float32, resources.transfers)
-            for _ in range(3)
+            MirroredTensor(resources.max_num_reqs, torch.float32, resources.arena) for _ in range(3)
         ]
         self._presence, self._frequency, self._repetition = columns
         self._penalises = np.zeros(resources.max_num_reqs, dtype=np.bool_)
@@ -209,7 +208,7 @@ class Penalties:
         self._set(row, 0.0, 0.0, 1.0)
 
     def flush(self) -> None:
-        """Queue what changed, and make sure of the scratch before a logit needs it."""
+        """Stage what changed, and make sure of the scratch before a logit needs it."""
         for column in (self._presence, self._frequency, self._repetition):
             column.flush()
         if self._counts is None and self._penalises.any():

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from mrv2.config import RunnerConfig
 from mrv2.errors import CapacityError
+from mrv2.memory.arena import Arena
 from mrv2.memory.transfers import Transfers
 from mrv2.plan import Arrival, Sampling
 from mrv2.sampling.columns import DrawColumns
@@ -50,7 +51,7 @@ class Sampler:
     Args:
         config: Sizes, the logprobs mode and the thinking markers.
         requests: The rows' tokens, which the runner keeps.
-        transfers: Carries the rows' parameters to the device.
+        arena: Memory of the rows' parameters.
         trace: Receives the processed logits and the output.
         stages: What processes the logits, in order.
     """
@@ -59,16 +60,16 @@ class Sampler:
         self,
         config: RunnerConfig,
         requests: RequestColumns,
-        transfers: Transfers,
+        arena: Arena,
         trace: StepTrace,
         stages: tuple[StageFactory, ...] = STAGES,
     ) -> None:
         self._trace = trace
-        self._columns = DrawColumns(config.num_rows, transfers)
+        self._columns = DrawColumns(config.num_rows, arena)
         resources = StageResources(
             max_num_reqs=config.num_rows,
             vocab_size=config.vocab_size,
-            transfers=transfers,
+            arena=arena,
             columns=self._columns,
             requests=requests,
             thinking=config.thinking,
@@ -78,11 +79,10 @@ class Sampler:
         self._states: tuple[RowState, ...] = (self._columns, self._logprobs, *self._stages)
         self._changed = False
         self._wishes: _Wishes | None = None
-        self._no_division = torch.zeros(
-            config.num_rows, dtype=torch.float32, device=transfers.device
-        )
+        device = arena.transfers.device
+        self._no_division = torch.zeros(config.num_rows, dtype=torch.float32, device=device)
         self._no_cutoff = torch.full(
-            (config.max_num_tokens,), -torch.inf, dtype=torch.float32, device=transfers.device
+            (config.max_num_tokens,), -torch.inf, dtype=torch.float32, device=device
         )
 
     def admit(self, row: int, arrival: Arrival) -> None:
@@ -107,7 +107,7 @@ class Sampler:
             state.evict(row)
 
     def flush(self) -> None:
-        """Queue what changed to the device; nothing has where no request came or went."""
+        """Stage or queue what changed; nothing has where no request came or went."""
         if not self._changed:
             return
         self._changed = False
@@ -299,7 +299,7 @@ def draw_unattached(logits: Tensor) -> Tensor:
         [num_logits] int64.
     """
     num_logits, vocab_size = logits.shape
-    transfers = Transfers(logits.device)
+    arena = Arena(Transfers(logits.device))
     config = RunnerConfig(
         device=logits.device,
         max_num_reqs=num_logits,
@@ -308,8 +308,8 @@ def draw_unattached(logits: Tensor) -> Tensor:
         vocab_size=vocab_size,
         kv_groups=(),
     )
-    requests = RequestColumns(config.num_rows, 1, transfers)
-    sampler = Sampler(config, requests, transfers, NullTrace())
+    requests = RequestColumns(config.num_rows, 1, arena)
+    sampler = Sampler(config, requests, arena, NullTrace())
     for row in range(num_logits):
         arrival = Arrival(
             req_id=f"unattached-{row}",
@@ -329,9 +329,10 @@ def draw_unattached(logits: Tensor) -> Tensor:
         sampler.admit(row, arrival)
     requests.flush()
     sampler.flush()
+    arena.flush()
     rows = np.arange(num_logits, dtype=np.int32)
     view = LogitsView(
-        logit_rows=transfers.upload(rows),
+        logit_rows=arena.transfers.upload(rows),
         positions=torch.ones(num_logits, dtype=torch.int64, device=logits.device),
         rows_np=rows,
     )

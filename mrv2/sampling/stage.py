@@ -15,6 +15,7 @@ import numpy.typing as npt
 from torch import Tensor
 
 from mrv2.config import ThinkingMarkers
+from mrv2.memory.arena import Arena
 from mrv2.memory.transfers import Transfers
 from mrv2.sampling.columns import DrawColumns
 from mrv2.sampling.narrowing import Narrowing
@@ -90,13 +91,20 @@ class StageResources:
 
     max_num_reqs: int
     vocab_size: int
-    transfers: Transfers
+    arena: Arena
+    """Memory of the rows. A stage reserves its columns in it when it is made, and reads them on the
+    device no earlier than in `apply` or `narrow`."""
     columns: DrawColumns
     """Shared with the draw; the sampler admits and flushes them, a stage only reads them."""
     requests: RequestColumns
     """Tokens and prompt lengths of the rows; the runner keeps them, a stage only reads them. When a
     stage acts, a row's tokens before the position that a logit draws are all on the device."""
     thinking: ThinkingMarkers | None
+
+    @property
+    def transfers(self) -> Transfers:
+        """Carries what is not in the arena, such as lists of any length."""
+        return self.arena.transfers
 
 
 StageFactory: TypeAlias = Callable[[StageResources], LogitsStage | NarrowingStage]

@@ -274,8 +274,8 @@ class ThinkingBudget:
     def __init__(self, resources: StageResources) -> None:
         self._markers = resources.thinking
         self._requests = resources.requests
-        self._budget = MirroredTensor(resources.max_num_reqs, torch.int32, resources.transfers)
-        self._opened = MirroredTensor(resources.max_num_reqs, torch.int32, resources.transfers)
+        self._budget = MirroredTensor(resources.max_num_reqs, torch.int32, resources.arena)
+        self._opened = MirroredTensor(resources.max_num_reqs, torch.int32, resources.arena)
         for row in range(resources.max_num_reqs):
             self._budget.set(row, -1)
         if self._markers is not None:
@@ -312,7 +312,7 @@ class ThinkingBudget:
         self._budget.set(row, -1)
 
     def flush(self) -> None:
-        """Queue what changed to the device."""
+        """Stage what changed."""
         self._budget.flush()
         self._opened.flush()
 

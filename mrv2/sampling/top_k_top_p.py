@@ -542,8 +542,8 @@ class TopKTopP:
     def __init__(self, resources: StageResources) -> None:
         self._vocab_size = resources.vocab_size
         self._temperature = resources.columns.temperature
-        self._top_k = MirroredTensor(resources.max_num_reqs, torch.int32, resources.transfers)
-        self._top_p = MirroredTensor(resources.max_num_reqs, torch.float32, resources.transfers)
+        self._top_k = MirroredTensor(resources.max_num_reqs, torch.int32, resources.arena)
+        self._top_p = MirroredTensor(resources.max_num_reqs, torch.float32, resources.arena)
         for row in range(resources.max_num_reqs):
             self.evict(row)
 
@@ -559,7 +559,7 @@ class TopKTopP:
         self._top_p.set(row, 1.0)
 
     def flush(self) -> None:
-        """Queue what changed to the device."""
+        """Stage what changed."""
         self._top_k.flush()
         self._top_p.flush()
 

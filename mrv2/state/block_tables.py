@@ -11,8 +11,8 @@ from torch import Tensor
 
 from mrv2.config import KVGroup
 from mrv2.errors import CapacityError, ProtocolError
+from mrv2.memory.arena import Arena
 from mrv2.memory.staged import StagedWriteTensor
-from mrv2.memory.transfers import Transfers
 from mrv2.ops.launch import Launch
 from mrv2.ops.twin import TwinOp
 from mrv2.plan import Arrival
@@ -152,14 +152,14 @@ class BlockTables:
     Args:
         groups: KV groups in the scheduler's order.
         num_rows: Rows.
-        transfers: Carries staged writes.
+        arena: Memory of the tables.
     """
 
-    def __init__(self, groups: Sequence[KVGroup], num_rows: int, transfers: Transfers) -> None:
+    def __init__(self, groups: Sequence[KVGroup], num_rows: int, arena: Arena) -> None:
         self.groups = tuple(groups)
         self.tables = tuple(
             StagedWriteTensor(
-                (num_rows, group.max_blocks), torch.int32, transfers.device, transfers
+                (num_rows, group.max_blocks), torch.int32, arena.transfers.device, arena
             )
             for group in groups
         )
@@ -174,9 +174,7 @@ class BlockTables:
         self._num_blocks[:, row] = 0
 
     def flush(self) -> None:
-        """Queue the staged writes of every group."""
-        for table in self.tables:
-            table.apply_write()
+        """Nothing: what changed is staged already."""
 
     def check(self, req_id: str, row: int | None, block_ids: Sequence[Sequence[int]]) -> None:
         """Refuse blocks that cannot be appended, and change nothing.

@@ -9,8 +9,9 @@ class RowState(Protocol):
     """State with one entry a row.
 
     The runner calls these for every state, in a fixed order, on the host. Within a step come first
-    all evictions, then all admissions, then what continues, and last one `flush`. Only `flush`
-    queues device work.
+    all evictions, then all admissions, then what continues, and last one `flush`. Behind the last
+    state's `flush` the runner queues at once what all of them staged in its arena. Nothing but
+    these flushes queues device work.
     """
 
     def admit(self, row: int, arrival: Arrival) -> None:
@@ -23,4 +24,4 @@ class RowState(Protocol):
         """Forget the request in `row`."""
 
     def flush(self) -> None:
-        """Queue what the host changed in this step to the device."""
+        """Stage what the host changed in this step, or queue it if it is not in the arena."""

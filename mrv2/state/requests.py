@@ -11,9 +11,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from mrv2.memory.arena import Arena
 from mrv2.memory.mirrored import MirroredTensor
 from mrv2.memory.staged import StagedWriteTensor
-from mrv2.memory.transfers import Transfers
 from mrv2.plan import Arrival
 
 Int32 = npt.NDArray[np.int32]
@@ -25,18 +25,18 @@ class RequestColumns:
     Args:
         num_rows: Rows; the last is the idle one.
         max_model_len: Tokens that a row can hold.
-        transfers: Carries staged writes.
+        arena: Memory of the tokens and counters.
     """
 
-    def __init__(self, num_rows: int, max_model_len: int, transfers: Transfers) -> None:
-        device = transfers.device
+    def __init__(self, num_rows: int, max_model_len: int, arena: Arena) -> None:
+        device = arena.transfers.device
         self.idle_row = num_rows - 1
         """The row of no request: it has no tokens."""
         self.token_ids = StagedWriteTensor(
-            (num_rows, max_model_len + 1), torch.int32, device, transfers
+            (num_rows, max_model_len + 1), torch.int32, device, arena
         )
-        self.num_computed_tokens = StagedWriteTensor((num_rows,), torch.int32, device, transfers)
-        self.prompt_len = MirroredTensor(num_rows, torch.int32, transfers)
+        self.num_computed_tokens = StagedWriteTensor((num_rows,), torch.int32, device, arena)
+        self.prompt_len = MirroredTensor(num_rows, torch.int32, arena)
         """How many of a row's tokens are its prompt; those behind it are output."""
         self._settled = np.zeros(num_rows, dtype=np.int32)
         self._advance: tuple[Int32, Int32] | None = None
@@ -58,10 +58,8 @@ class RequestColumns:
         self._counted[row] = 0
 
     def flush(self) -> None:
-        """Queue the staged writes."""
-        self.token_ids.apply_write()
+        """Stage the prompt lengths that changed; all else is staged already."""
         self.prompt_len.flush()
-        self.num_computed_tokens.apply_write()
 
     def agree(self, rows: Int32, num_computed_tokens: Int32) -> None:
         """Stage the scheduler's progress for each row where the device counts something else.
@@ -103,5 +101,5 @@ class RequestColumns:
             self._num_advances = 0
 
     def _stage_progress(self, row: int, num_computed_tokens: int) -> None:
-        self.num_computed_tokens.stage_write(row, 0, (num_computed_tokens,))
+        self.num_computed_tokens.stage_write(row, 0, [num_computed_tokens])
         self._counted[row] = num_computed_tokens

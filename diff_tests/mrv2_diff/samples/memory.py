@@ -7,58 +7,50 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from mrv2.memory.arena import PIECE
 from mrv2_diff.samples.sample import (
     OpSamples,
     Sample,
     integers,
-    scattered_rows,
     sentinels,
     sizes_around,
-    strided,
 )
 
-_BLOCK = 256
-_NUM_ROWS = 11
-_LENGTHS = (*sizes_around(_BLOCK, 521), 0, 7)
-_NUM_COLUMNS = 600
+_LENGTHS = (*sizes_around(PIECE, 300), 7, 1)
+_FAR = 40
+"""Words between two writes that nobody may touch."""
 
 
-def _packed(writes: list[tuple[int, int, Tensor]], dtype: torch.dtype) -> Tensor:
-    """Headers of row, start, length and offset, then the values."""
-    headers, offset = [], 4 * len(writes)
-    for row, start, values in writes:
-        headers += [row, start, len(values), offset]
+def _packed(writes: list[tuple[int, Tensor]]) -> Tensor:
+    """Headers of start (two words), length and offset, then the values."""
+    headers, offset = list[int](), 4 * len(writes)
+    for start, values in writes:
+        headers += [start, 0, len(values), offset]
         offset += len(values)
-    return torch.cat(
-        (torch.tensor(headers, dtype=dtype), *(values.to(dtype) for _, _, values in writes))
-    )
+    return torch.cat((torch.tensor(headers).int(), *(values.int() for _, values in writes)))
 
 
 def _staged_write(generator: torch.Generator) -> Iterator[Sample]:
-    rows = scattered_rows(len(_LENGTHS), _NUM_ROWS, generator).tolist()
-    writes = []
-    for row, length in zip(rows, _LENGTHS, strict=True):
-        # Up to the last column, so that a store past the end leaves the row.
-        start = _NUM_COLUMNS - length
-        values = integers(0, 1000, (length,), torch.int32, generator)
-        writes.append((row, start, values))
-    same_row = [(3, 5, torch.tensor([1, 2])), (3, 7, torch.tensor([3])), (3, 0, torch.tensor([4]))]
-    for name, dtype, chosen in (
-        ("ragged int32", torch.int32, writes),
-        ("ragged int64", torch.int64, writes),
-        ("several to one row", torch.int32, same_row),
-        ("first cell", torch.int32, [(0, 0, torch.tensor([9]))]),
-        ("an empty write", torch.int32, [(2, 1, torch.tensor([]))]),
-        ("none", torch.int32, []),
+    values = [integers(-1000, 1000, (n,), torch.int32, generator) for n in _LENGTHS]
+    ragged, start = [], _FAR
+    for value in values:
+        ragged.append((start, value))
+        start += min(len(value), PIECE) + _FAR
+    order = torch.randperm(len(ragged), generator=generator).tolist()
+    side_by_side = [(3, torch.tensor([1, 2])), (5, torch.tensor([3])), (0, torch.tensor([4, 5, 6]))]
+    for name, writes, num_words in (
+        ("ragged", [ragged[index] for index in order], start),
+        ("side by side", side_by_side, 6),
+        ("the first and the last word", [(0, torch.tensor([9])), (99, torch.tensor([-1]))], 100),
+        ("an empty write", [(2, torch.tensor([]))], 4),
+        ("none", [], 4),
     ):
-        target = sentinels(_NUM_ROWS, _NUM_COLUMNS, dtype=dtype)
         yield Sample(
             name=name,
             arguments={
-                "target": strided(target, gap=5) if chosen is writes else target,
-                "packed": _packed(chosen, dtype),
-                "num_writes": len(chosen),
-                "max_length": max((len(values) for _, _, values in chosen), default=0),
+                "target": sentinels(num_words, dtype=torch.int32),
+                "packed": _packed(writes),
+                "num_pieces": len(writes),
             },
         )
 

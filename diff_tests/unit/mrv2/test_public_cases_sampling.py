@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from mrv2 import Arrival, KVGroup, LogitsView, Logprobs, NullTrace, Probe, RunnerConfig, Sampling
+from mrv2.memory.arena import Arena
 from mrv2.memory.transfers import Transfers
 from mrv2.sampling.sampler import Sampler, SamplerOutput
 from mrv2.state.requests import RequestColumns
@@ -38,9 +39,9 @@ class Rows(NullTrace):
 
     def __init__(self, vocab_size: int = VOCAB) -> None:
         config = replace(CONFIG, vocab_size=vocab_size, max_num_tokens=1 << 17)
-        transfers = Transfers(config.device)
-        self.requests = RequestColumns(config.max_num_reqs, config.max_model_len, transfers)
-        self.sampler = Sampler(config, self.requests, transfers, self)
+        self.arena = arena = Arena(Transfers(config.device))
+        self.requests = RequestColumns(config.max_num_reqs, config.max_model_len, arena)
+        self.sampler = Sampler(config, self.requests, arena, self)
 
     def wants(self, probe: Probe) -> bool:
         return probe == "processed_logits"
@@ -71,6 +72,7 @@ class Rows(NullTrace):
     def draw(self, logits: Tensor, rows: Sequence[int], positions: Sequence[int]) -> SamplerOutput:
         self.requests.flush()
         self.sampler.flush()
+        self.arena.flush()
         rows_np = np.array(rows, dtype=np.int32)
         view = LogitsView(
             logit_rows=torch.from_numpy(rows_np), positions=torch.tensor(positions), rows_np=rows_np

@@ -19,7 +19,9 @@ from mrv2.batch.commit import commit_step
 from mrv2.batch.inputs import InputBatch, gather_tokens
 from mrv2.batch.layout import BatchLayout
 from mrv2.graphs.shape import GraphKey
+from mrv2.memory.arena import Arena
 from mrv2.memory.staged import StagedWriteTensor
+from mrv2.memory.transfers import Transfers
 from mrv2.ports import ForwardInputs
 from mrv2.state.block_tables import gather_block_table, slot_mapping
 from mrv2.trace import Probe
@@ -355,9 +357,9 @@ def test_the_last_rows_of_a_table_of_more_than_32_bits(huge_table: Tensor) -> No
 
 
 def test_a_staged_write_to_the_last_row_of_such_a_table(huge_table: Tensor) -> None:
-    staged = StagedWriteTensor((1, 1), torch.int32, CPU)
-    staged.tensor = staged._words = huge_table
-    staged._num_rows, staged._num_columns = huge_table.shape
+    arena = Arena(Transfers(CPU))
+    staged = StagedWriteTensor(tuple(huge_table.shape), torch.int32, CPU, arena)
+    arena._words = huge_table.view(-1)
     staged.stage_write(2099, 2**20 - 1, [7, 8])
     staged.stage_write(0, 0, [9])
     staged.apply_write()

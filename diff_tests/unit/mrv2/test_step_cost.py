@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import Any
+from unittest.mock import patch
 
 import numpy.typing as npt
 import pytest
@@ -19,8 +20,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import mrv2
-from mrv2 import KVGroup, Runner, RunnerConfig
+from mrv2 import KVGroup, Runner, RunnerConfig, Sampling
 from mrv2.batch.inputs import InputBatch
+from mrv2.memory import arena
 from mrv2.memory.transfers import Transfers
 from mrv2.ports import ForwardInputs
 from mrv2.trace import Probe
@@ -32,9 +34,18 @@ MAX_TORCH_OPS = 28
 every step slower, and one that needs fewer should lower the bound."""
 MAX_CALLS = 73
 """Calls within the runner's modules and from them into C, in such a step; as measured."""
-MAX_UPLOADS = {"nothing": 0, "a block": 1, "a departure": 3, "an arrival": 7}
-"""Uploads of a decode step by what changed before it, as measured: the layout, and one array for
-each state tensor that a row's change is written to."""
+
+EVERY_COLUMN = Sampling(
+    temperature=0.7,
+    seed=3,
+    top_k=5,
+    top_p=0.9,
+    min_p=0.1,
+    presence_penalty=0.5,
+    frequency_penalty=0.5,
+    repetition_penalty=1.5,
+)
+"""Parameters that a row keeps one value of each for."""
 
 BATCHES = (1, 2, 64, 256)
 BLOCK = 32
@@ -144,9 +155,11 @@ class Bench:
         plan = self.host.plan({name: r.num_left for name, r in self.host.requests.items()})
         self.host.take(self.runner.sample(self.runner.execute(plan)).wait())
 
-    def uploads(self) -> int:
-        """Return the uploads of one step."""
-        return self.copies()["uploads"]
+    def writes(self) -> tuple[int, int]:
+        """Return the uploads of one step, and the kernels that scatter them."""
+        with patch.object(arena, "staged_write", wraps=arena.staged_write) as scatter:
+            num_uploads = self.copies()["uploads"]
+        return num_uploads, scatter.call_count
 
     def copies(self) -> Counter[str]:
         """Return the copies of one step."""
@@ -204,26 +217,42 @@ def test_a_steady_decode_step_uploads_nothing_and_downloads_its_tokens(bench: Be
         assert bench.copies() == {"downloads": 1}
 
 
-def test_a_change_costs_uploads_once_however_many_requests_run() -> None:
+def test_a_change_costs_one_upload_and_one_kernel_however_many_requests_run() -> None:
     for num_reqs in BATCHES[1:-1]:
         bench = Bench(num_reqs)
         while bench.host.requests["r0"].num_computed < BLOCK:
-            assert bench.uploads() <= MAX_UPLOADS["nothing"]
-        assert 0 < bench.uploads() <= MAX_UPLOADS["a block"]
-        assert bench.uploads() <= MAX_UPLOADS["nothing"]
+            assert bench.writes() == (0, 0)
+        assert bench.writes() == (1, 1), "a block"
+        assert bench.writes() == (0, 0)
         bench.host.finish("r0")
-        assert 0 < bench.uploads() <= MAX_UPLOADS["a departure"]
-        assert bench.uploads() <= MAX_UPLOADS["nothing"]
-        bench.host.add("late", [1, 2, 3])
-        assert 0 < bench.uploads() <= MAX_UPLOADS["an arrival"]
+        assert bench.writes() == (1, 1), "a departure"
+        assert bench.writes() == (0, 0)
+        bench.host.add("late", [1, 2, 3], EVERY_COLUMN)
+        assert bench.writes() == (1, 1), "an arrival"
+        assert bench.writes() == (1, 1), "the layout behind a prompt"
+        assert bench.writes() == (0, 0)
 
 
-def test_the_step_after_a_prompt_uploads_its_layout_alone() -> None:
+def test_all_that_can_change_in_a_step_costs_one_upload_and_one_kernel() -> None:
+    bench = Bench(64)
+    for index in range(64, 80):
+        bench.host.add(f"r{index}", [1, 2, 3])
+    while bench.host.requests["r0"].num_computed < BLOCK:
+        bench.step()
+    for index in range(40, 56):
+        bench.host.finish(f"r{index}")
+    for index in range(16):
+        bench.host.add(f"s{index}", [2] * (index + 1), EVERY_COLUMN)
+    bench.host.rewind("r70", 2)
+    assert bench.writes() == (1, 1)
+
+
+def test_lists_cost_two_uploads_more_in_the_step_in_which_one_changes() -> None:
     bench = Bench(4)
-    bench.host.add("late", [1, 2, 3])
+    bench.host.add("late", [1, 2, 3], Sampling(logit_bias={3: 1.0}))
+    assert bench.writes() == (3, 1)
     bench.step()
-    assert bench.uploads() == 1
-    assert bench.uploads() == 0
+    assert bench.writes() == (0, 0)
 
 
 def test_a_step_with_an_arrival_costs_more_by_every_count() -> None:

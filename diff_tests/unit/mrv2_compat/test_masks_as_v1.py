@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from mrv2.memory.arena import Arena
 from mrv2.memory.transfers import Transfers
 from mrv2.plan import Arrival, Sampling
 from mrv2.sampling.allowed_tokens import AllowedTokens
@@ -105,13 +106,13 @@ def v1_processed(logits: Tensor, requests: list[Request]) -> Tensor:
 
 def ours_processed(logits: Tensor, requests: list[Request], rows: list[int]) -> Tensor:
     """What our stages make of them, the requests in rows of no order."""
-    transfers = Transfers(torch.device("cpu"))
+    arena = Arena(Transfers(torch.device("cpu")))
     resources = StageResources(
         max_num_reqs=16,
         vocab_size=logits.shape[1],
-        transfers=transfers,
-        columns=DrawColumns(16, transfers),
-        requests=RequestColumns(16, 32, transfers),
+        arena=arena,
+        columns=DrawColumns(16, arena),
+        requests=RequestColumns(16, 32, arena),
         thinking=None,
     )
     stages = [cast("LogitsStage", kind(resources)) for kind in STAGES if kind in KINDS]
@@ -134,6 +135,7 @@ def ours_processed(logits: Tensor, requests: list[Request], rows: list[int]) -> 
             )
             stage.admit(row, arrival)
         stage.flush()
+        arena.flush()
         if stage.wants(rows_np):
             stage.apply(logits, view)
     return logits

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from mrv2 import Arrival, Sampling, ThinkingMarkers
+from mrv2.memory.arena import Arena
 from mrv2.memory.transfers import Transfers
 from mrv2.sampling.bad_words import encode, mask_bad_words
 from mrv2.sampling.columns import DrawColumns
@@ -134,14 +135,14 @@ def our_thinking(
     markers: ThinkingMarkers, budget: int, prompt: list[int], outputs: list[int]
 ) -> list[int | None]:
     """Return what our stage forces before each of the outputs."""
-    transfers = Transfers(torch.device("cpu"))
-    requests = RequestColumns(1, 200, transfers)
+    arena = Arena(Transfers(torch.device("cpu")))
+    requests = RequestColumns(1, 200, arena)
     stage = ThinkingBudget(
         StageResources(
             max_num_reqs=1,
             vocab_size=11,
-            transfers=transfers,
-            columns=DrawColumns(1, transfers),
+            arena=arena,
+            columns=DrawColumns(1, arena),
             requests=requests,
             thinking=markers,
         )
@@ -157,6 +158,7 @@ def our_thinking(
     for state in (requests, stage):
         state.admit(0, arrival)
         state.flush()
+    arena.flush()
     rows = np.zeros(len(outputs), dtype=np.int32)
     view = LogitsView(
         logit_rows=torch.from_numpy(rows),

@@ -6,6 +6,7 @@ import torch
 from mrv2.batch.inputs import InputBuffers, gather_tokens, locate_logits, prepare_inputs
 from mrv2.batch.layout import layout_batch
 from mrv2.config import KVGroup, RunnerConfig
+from mrv2.memory.arena import Arena
 from mrv2.memory.transfers import Transfers
 from mrv2.plan import Scheduled
 from mrv2.state.block_tables import BlockTables
@@ -94,7 +95,7 @@ def test_one_logit_for_every_request() -> None:
 
 
 def test_a_whole_batch() -> None:
-    transfers = Transfers(torch.device("cpu"))
+    arena = Arena(Transfers(torch.device("cpu")))
     config = RunnerConfig(
         device=torch.device("cpu"),
         max_num_reqs=4,
@@ -103,10 +104,11 @@ def test_a_whole_batch() -> None:
         vocab_size=50,
         kv_groups=(KVGroup(block_size=4, max_blocks=3), KVGroup(block_size=2, max_blocks=6)),
     )
-    requests = RequestColumns(4, 12, transfers)
+    requests = RequestColumns(4, 12, arena)
+    tables = BlockTables(config.kv_groups, 4, arena)
+    buffers = InputBuffers(config, arena)
     requests.token_ids.tensor[:, :12] = torch.arange(48, dtype=torch.int32).reshape(4, 12)
     requests.num_computed_tokens.tensor[:] = ints(3, SENTINEL, 0, 7)
-    tables = BlockTables(config.kv_groups, 4, transfers)
     tables.tables[0].tensor[:] = torch.arange(12, dtype=torch.int32).reshape(4, 3)
     tables.tables[1].tensor[:] = torch.arange(24, dtype=torch.int32).reshape(4, 6)
     scheduled = Scheduled(
@@ -116,7 +118,9 @@ def test_a_whole_batch() -> None:
         num_known_tokens=[9, 8, 6],
     )
     layout = layout_batch(scheduled, np.array([2, 3, 0], dtype=np.int32))
-    batch = prepare_inputs(layout, requests, tables, InputBuffers(config), transfers)
+    buffers.stage(layout)
+    arena.flush()
+    batch = prepare_inputs(layout, requests, tables, buffers)
     assert batch.rows.tolist() == [2, 3, 0]
     assert batch.input_ids.tolist() == [24, 25, 43, 3, 4, 5]
     assert batch.positions.tolist() == [0, 1, 7, 3, 4, 5]

@@ -1,9 +1,12 @@
 """Steps as graphs: which step is replayed, what pads it, and what is done again after it."""
 
 from dataclasses import replace
+from typing import Any
 
+import numpy.typing as npt
 import pytest
 import torch
+from torch import Tensor
 
 from mrv2 import (
     CapacityError,
@@ -17,6 +20,7 @@ from mrv2 import (
 )
 from mrv2.batch.layout import BatchLayout, idle_decode, layout_batch, pad_decode
 from mrv2.graphs.shape import GraphKey, GraphMode, GraphShapes
+from mrv2.memory.transfers import Transfers
 from mrv2.plan import Scheduled
 from mrv2_diff.invariants import snapshot
 from mrv2_diff.models.hashlm import HashLM
@@ -220,3 +224,33 @@ def test_a_plain_draw_is_of_greedy_and_random_rows_alike() -> None:
             toy.run({f"r{index}": 1 for index in range(3)})
         tokens.append(toy.outputs())
     assert tokens[0] == tokens[1]
+
+
+class CountingTransfers(Transfers):
+    """Counts uploads."""
+
+    num_uploads = 0
+
+    def upload(self, values: npt.NDArray[Any], out: Tensor | None = None) -> Tensor:
+        self.num_uploads += 1
+        return super().upload(values, out)
+
+
+def test_a_replayed_step_costs_one_upload_where_something_changed_and_none_elsewhere() -> None:
+    transfers = CountingTransfers(CONFIG.device)
+    toy = Toy(CONFIG, windows=WINDOWS, transfers=transfers, graph_maker=PlayedGraphMaker())
+    seen = Seen()
+    toy.runner.trace = seen
+    for name in "abc":
+        toy.host.add(name, [5, 6, 7, 8])
+    toy.run(dict.fromkeys("abc", 4))
+    uploads = []
+    for number in range(6):
+        if number == 4:
+            toy.host.finish("b")
+        transfers.num_uploads = 0
+        toy.run(dict.fromkeys(toy.host.requests, 1))
+        uploads.append(transfers.num_uploads)
+    # The padded layout and the fifth block; then nothing, until the next block and a departure.
+    assert seen.modes[1:] == [GraphMode.DECODE] * 6
+    assert uploads == [1, 0, 0, 0, 1, 0]

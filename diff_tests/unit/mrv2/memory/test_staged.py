@@ -1,6 +1,7 @@
 """Staged writes: what lands where, in which order, at what cost, and what is refused."""
 
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -10,7 +11,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from mrv2.errors import CapacityError, ConfigError
-from mrv2.memory import staged
+from mrv2.memory import arena
+from mrv2.memory.arena import PIECE, Arena
 from mrv2.memory.staged import StagedWriteTensor
 from mrv2.memory.transfers import Transfers, queue_copy
 
@@ -24,8 +26,8 @@ class Counter:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.num_copies = 0
         self.num_kernels = 0
-        self._op = staged.staged_write
-        monkeypatch.setattr(staged, "staged_write", self._kernel)
+        self._op = arena.staged_write
+        monkeypatch.setattr(arena, "staged_write", self._kernel)
 
     def copy(self, destination: Tensor, source: Tensor) -> None:
         self.num_copies += 1
@@ -60,6 +62,13 @@ def test_the_example_of_the_design() -> None:
     expected[2, 3:6] = torch.tensor([3, 1, 2])
     expected[0, 1:4] = torch.tensor([-1, -2, -5])
     assert torch.equal(state.tensor, expected)
+
+
+def pieces_of(packed: Tensor, num_pieces: int) -> list[tuple[int, list[int]]]:
+    """Return where each piece of a packed buffer starts, and its values."""
+    headers = packed[: 4 * num_pieces].view(-1, 4).tolist()
+    assert all(high == 0 and 0 < length <= PIECE for _, high, length, _ in headers)
+    return [(low, packed[at : at + length].tolist()) for low, _, length, at in headers]
 
 
 WRITES = st.lists(
@@ -114,31 +123,31 @@ def test_the_kernel_is_given_writes_that_do_not_meet(
     writes: list[tuple[int, tuple[int, list[int]]]],
 ) -> None:
     # It runs them all at once, so which of two that meet came last would be chance.
-    seen: list[Tensor] = []
-    tensor = StagedWriteTensor(
-        (NUM_ROWS, NUM_COLUMNS), torch.int32, "cpu", _watched(lambda source: seen.append(source))
-    )
+    seen: list[tuple[Tensor, int]] = []
+    tensor = made()
     for row, (start, value) in writes:
         tensor.stage_write(row, start, value)
     num_staged = tensor.num_staged
-    tensor.apply_write()
+    with patch.object(arena, "staged_write", lambda _, packed, count: seen.append((packed, count))):
+        tensor.apply_write()
     assert len(seen) == bool(num_staged)
     if not seen:
         return
-    header_words = int(seen[0][3])  # the first write's values begin behind the headers
     cells = [
-        (row, column)
-        for row, start, length, _ in seen[0][:header_words].view(-1, 4).tolist()
-        for column in range(start, start + length)
+        cell for start, values in pieces_of(*seen[0]) for cell in range(start, start + len(values))
     ]
     assert len(cells) == len(set(cells))
-    assert len(seen[0]) == header_words + len(cells)
+    assert set(cells) == {
+        row * NUM_COLUMNS + start + step
+        for row, (start, value) in writes
+        for step in range(len(value))
+    }
 
 
 def test_many_writes_cost_one_copy_and_one_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     counter = Counter(monkeypatch)
     tensor = StagedWriteTensor(
-        (64, 8), torch.int32, "cpu", Transfers(torch.device("cpu"), counter.copy)
+        (64, 8), torch.int32, "cpu", Arena(Transfers(torch.device("cpu"), counter.copy))
     )
     for row in range(64):
         tensor.stage_write(row, row % 4, range(row % 5))
@@ -151,7 +160,7 @@ def test_many_writes_cost_one_copy_and_one_kernel(monkeypatch: pytest.MonkeyPatc
 def test_nothing_staged_queues_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     counter = Counter(monkeypatch)
     tensor = StagedWriteTensor(
-        (4, 4), torch.int32, "cpu", Transfers(torch.device("cpu"), counter.copy)
+        (4, 4), torch.int32, "cpu", Arena(Transfers(torch.device("cpu"), counter.copy))
     )
     tensor.apply_write()
     tensor.stage_write(1, 4, [])
@@ -257,6 +266,84 @@ def test_a_tensor_that_cannot_be_staged_is_refused(
         StagedWriteTensor(size, dtype, "cpu")
 
 
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("length", [PIECE - 1, PIECE, PIECE + 1, 3 * PIECE, 32_768])
+def test_a_long_write_is_cut_into_pieces(
+    dtype: torch.dtype, length: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[tuple[Tensor, int]] = []
+    op = arena.staged_write
+
+    def watch(target: Tensor, packed: Tensor, num_pieces: int) -> None:
+        seen.append((packed, num_pieces))
+        op(target, packed, num_pieces)
+
+    monkeypatch.setattr(arena, "staged_write", watch)
+    tensor = made(dtype, (3, length + 2))
+    tensor.stage_write(2, 1, np.arange(length))
+    tensor.stage_write(0, 0, [7])
+    tensor.stage_write(2, 5, [-5, -6])
+    tensor.apply_write()
+    expected = np.arange(length)
+    expected[4:6] = -5, -6
+    assert tensor.tensor[2].tolist() == [SENTINEL, *expected.tolist(), SENTINEL]
+    assert tensor.tensor[0].tolist() == [7] + [SENTINEL] * (length + 1)
+    assert max(len(values) for _, values in pieces_of(*seen[0])) <= PIECE
+    words = length * dtype.itemsize // 4
+    assert seen[0][1] <= 3 + 2 + -(-words // PIECE)
+
+
+def test_a_list_that_holds_no_word_is_refused_when_it_is_staged() -> None:
+    tensor = made()
+    with pytest.raises(OverflowError):
+        tensor.stage_write(0, 0, [1, 2**31])
+    assert tensor.num_staged == 0
+    tensor.stage_write(0, 0, [5])
+    tensor.apply_write()
+    assert tensor.tensor[0, :2].tolist() == [5, SENTINEL]
+
+
+# Several tensors in one arena.
+
+
+def test_the_tensors_of_an_arena_are_written_by_one_copy_and_one_kernel(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    counter = Counter(monkeypatch)
+    shared = Arena(Transfers(torch.device("cpu"), counter.copy))
+    sizes = (((5, 9), torch.int32), ((7,), torch.float32), ((3, 3), torch.int64))
+    tensors = [StagedWriteTensor(size, dtype, "cpu", shared) for size, dtype in sizes]
+    addresses = [tensor.tensor.data_ptr() for tensor in tensors]
+    assert all(address % 64 == 0 for address in addresses)
+    for tensor in tensors:
+        tensor.tensor.fill_(SENTINEL)
+    tensors[2].stage_write(2, 1, [2**40, -1])
+    tensors[0].stage_write(4, 8, [1])
+    tensors[0].stage_write(0, 0, [2, 3])
+    tensors[1].stage_write(6, 0, [0.5])
+    assert shared.num_staged == 4
+    tensors[0].apply_write()
+    assert (counter.num_copies, counter.num_kernels) == (1, 1)
+    assert shared.num_staged == 0
+    assert tensors[0].tensor[0].tolist() == [2, 3] + [SENTINEL] * 7
+    assert tensors[0].tensor[4].tolist() == [SENTINEL] * 8 + [1]
+    assert tensors[1].tensor.tolist() == [SENTINEL] * 6 + [0.5]
+    assert tensors[2].tensor.flatten().tolist() == [SENTINEL] * 7 + [2**40, -1]
+    assert [tensor.tensor.data_ptr() for tensor in tensors] == addresses
+
+
+def test_an_arena_takes_no_more_than_its_tensors_and_their_alignment() -> None:
+    shared = Arena(Transfers(torch.device("cpu")))
+    sizes = ((5, 9), (7,), (1,))
+    tensors = [StagedWriteTensor(size, torch.int32, "cpu", shared) for size in sizes]
+    assert shared.allocate().numel() == 48 + 16 + 16
+    assert [tensor.tensor.untyped_storage().data_ptr() for tensor in tensors] == [
+        shared.allocate().data_ptr()
+    ] * 3
+    with pytest.raises(ConfigError, match=r"\(2, 2\) is reserved after the 80 words"):
+        StagedWriteTensor((2, 2), torch.int32, "cpu", shared)
+
+
 @pytest.mark.gpu
 def test_the_example_of_the_design_on_a_gpu() -> None:
     state = StagedWriteTensor(size=(1024, 1000), dtype=torch.int32, device="cuda")
@@ -271,11 +358,3 @@ def test_the_example_of_the_design_on_a_gpu() -> None:
     expected[2, 3:6] = torch.tensor([3, 1, 2])
     expected[0, 1:4] = torch.tensor([-1, -2, -5])
     assert torch.equal(state.tensor.cpu(), expected)
-
-
-def _watched(watch: Any) -> Transfers:
-    def copy(destination: Tensor, source: Tensor) -> None:
-        watch(source)
-        queue_copy(destination, source)
-
-    return Transfers(torch.device("cpu"), copy)

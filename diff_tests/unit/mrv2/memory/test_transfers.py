@@ -142,7 +142,7 @@ def test_a_step_does_not_change_when_its_copies_are_late(seed: int) -> None:
     plain = played(CONFIG, Transfers(CPU), story(), nothing)
     assert sum(len(tokens) for _, tokens in plain) > 500
     late, delayed = delayed_outputs(CONFIG, Uploads, story)
-    assert len(late.values) > 600
+    assert len(late.values) > 250
     assert late.num_changed == 0
     assert delayed == plain
 

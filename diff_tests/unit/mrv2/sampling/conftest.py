@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from mrv2.config import ThinkingMarkers
+from mrv2.memory.arena import Arena
 from mrv2.memory.transfers import Transfers
 from mrv2.plan import Arrival, Sampling
 from mrv2.sampling.columns import DrawColumns
@@ -29,13 +30,13 @@ class StageRows:
         thinking: ThinkingMarkers | None = None,
         device: str = "cpu",
     ) -> None:
-        transfers = Transfers(torch.device(device))
-        self.requests = RequestColumns(max_num_reqs, max_model_len, transfers)
+        self.arena = arena = Arena(Transfers(torch.device(device)))
+        self.requests = RequestColumns(max_num_reqs, max_model_len, arena)
         resources = StageResources(
             max_num_reqs=max_num_reqs,
             vocab_size=vocab_size,
-            transfers=transfers,
-            columns=DrawColumns(max_num_reqs, transfers),
+            arena=arena,
+            columns=DrawColumns(max_num_reqs, arena),
             requests=self.requests,
             thinking=thinking,
         )
@@ -88,6 +89,7 @@ class StageRows:
     def _flush(self) -> None:
         self.requests.flush()
         self.stage.flush()
+        self.arena.flush()
 
 
 @pytest.fixture

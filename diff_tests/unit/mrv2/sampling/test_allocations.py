@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from mrv2.config import LogprobsMode, RunnerConfig, ThinkingMarkers
+from mrv2.memory.arena import Arena
 from mrv2.memory.transfers import Transfers, queue_copy
 from mrv2.ops.twin import TwinOp
 from mrv2.plan import Arrival, Sampling
@@ -142,7 +143,7 @@ class Rows:
         mode: LogprobsMode,
         stages: tuple[StageFactory, ...] = STAGES,
     ) -> None:
-        transfers = Transfers(META, copy_unless_lost)
+        arena = Arena(Transfers(META, copy_unless_lost))
         config = RunnerConfig(
             device=META,
             max_num_reqs=batch,
@@ -153,15 +154,16 @@ class Rows:
             logprobs_mode=mode,
             thinking=ThinkingMarkers(start=(1,), end=(2, 3)),
         )
-        requests = RequestColumns(batch, 64, transfers)
-        self.sampler = Sampler(config, requests, transfers, NullTrace(), stages)
+        requests = RequestColumns(batch, 64, arena)
+        self.sampler = Sampler(config, requests, arena, NullTrace(), stages)
         for row in range(batch):
             requests.admit(row, arrival(row, sampling))
             self.sampler.admit(row, arrival(row, sampling))
         requests.flush()
+        arena.flush()
         rows = np.arange(batch, dtype=np.int32)
         self.view = LogitsView(
-            logit_rows=transfers.upload(rows),
+            logit_rows=arena.transfers.upload(rows),
             positions=torch.full((batch,), PROMPT_LEN, device=META),
             rows_np=rows,
         )
@@ -305,7 +307,7 @@ def peak_of_prompt(
     length: int, count: int, dtype: torch.dtype, keep: list[Tensor] | None = None
 ) -> int:
     """Bytes held at most while a prompt is scored in one step, its logits counted in."""
-    transfers = Transfers(META, copy_unless_lost)
+    arena = Arena(Transfers(META, copy_unless_lost))
     config = RunnerConfig(
         device=META,
         max_num_reqs=1,
@@ -314,11 +316,12 @@ def peak_of_prompt(
         vocab_size=VOCAB,
         kv_groups=(),
     )
-    requests = RequestColumns(1, length, transfers)
-    scorer = PromptLogprobs(config, requests, transfers)
+    requests = RequestColumns(1, length, arena)
+    scorer = PromptLogprobs(config, requests, arena.transfers)
     arrived = arrival(0, Sampling(num_prompt_logprobs=count), length)
     requests.admit(0, arrived)
     requests.flush()
+    arena.flush()
     scorer.admit(0, arrived)
     hidden = torch.empty((length, HIDDEN), dtype=dtype, device=META)
     weights = torch.empty((HIDDEN, VOCAB), dtype=dtype, device=META)

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 
+from mrv2.memory.arena import Arena
 from mrv2.memory.transfers import Transfers
 from mrv2.plan import Arrival, Sampling
 from mrv2.sampling.columns import GREEDY_BELOW, DrawColumns
@@ -11,7 +12,7 @@ from mrv2.sampling.columns import GREEDY_BELOW, DrawColumns
 
 @pytest.fixture
 def columns() -> DrawColumns:
-    return DrawColumns(4, Transfers(torch.device("cpu")))
+    return DrawColumns(4, Arena(Transfers(torch.device("cpu"))))
 
 
 def admit(columns: DrawColumns, row: int, sampling: Sampling) -> None:
@@ -26,7 +27,12 @@ def admit(columns: DrawColumns, row: int, sampling: Sampling) -> None:
             sampling=sampling,
         ),
     )
+    flush(columns)
+
+
+def flush(columns: DrawColumns) -> None:
     columns.flush()
+    columns.temperature._arena.flush()
 
 
 @pytest.mark.parametrize("temperature", [0.0, 5e-324, 1e-6, float(np.nextafter(GREEDY_BELOW, 0))])
@@ -53,6 +59,6 @@ def test_a_seed_keeps_its_64_bits(columns: DrawColumns, seed: int) -> None:
 def test_an_evicted_row_is_greedy_and_has_no_seed(columns: DrawColumns) -> None:
     admit(columns, 1, Sampling(temperature=1.0, seed=9))
     columns.evict(1)
-    columns.flush()
+    flush(columns)
     assert columns.temperature.device_tensor.tolist()[1] == 0.0
     assert columns.seed.device_tensor.tolist()[1] == 0

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from mrv2.config import RunnerConfig
+from mrv2.memory.arena import Arena
 from mrv2.memory.transfers import Transfers
 from mrv2.plan import Arrival, Sampling, sampling_faults
 from mrv2.sampling.sampler import Sampler
@@ -140,17 +141,17 @@ class Bench:
 
     def __init__(self) -> None:
         self.trace = Processed()
-        transfers = Transfers(torch.device("cpu"))
+        self.arena = arena = Arena(Transfers(torch.device("cpu")))
         config = RunnerConfig(
-            device=transfers.device,
+            device=arena.transfers.device,
             max_num_reqs=ROWS,
             max_num_tokens=64,
             max_model_len=LENGTH,
             vocab_size=VOCAB,
             kv_groups=(),
         )
-        self.requests = RequestColumns(ROWS, LENGTH, transfers)
-        self.sampler = Sampler(config, self.requests, transfers, self.trace)
+        self.requests = RequestColumns(ROWS, LENGTH, arena)
+        self.sampler = Sampler(config, self.requests, arena, self.trace)
         self.live: dict[int, tuple[Sampling, list[int], list[int]]] = {}
 
     def admit(
@@ -178,6 +179,7 @@ class Bench:
         """Draw for each row behind its tokens and each further one behind its drafts."""
         self.requests.flush()
         self.sampler.flush()
+        self.arena.flush()
         of_logits, positions = [], []
         for row, draft in zip(rows, drafts, strict=True):
             _, prompt, outputs = self.live[row]

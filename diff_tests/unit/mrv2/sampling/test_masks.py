@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from mrv2.config import RunnerConfig
+from mrv2.memory.arena import Arena
 from mrv2.memory.transfers import Transfers
 from mrv2.plan import Arrival, Sampling
 from mrv2.sampling.sampler import Sampler, SamplerOutput
@@ -25,17 +26,17 @@ class Bench:
     """A sampler whose rows are filled by hand, and what it drew from."""
 
     def __init__(self) -> None:
-        transfers = Transfers(torch.device("cpu"))
+        self._arena = arena = Arena(Transfers(torch.device("cpu")))
         config = RunnerConfig(
-            device=transfers.device,
+            device=arena.transfers.device,
             max_num_reqs=MAX_ROWS,
             max_num_tokens=MAX_ROWS,
             max_model_len=32,
             vocab_size=VOCAB,
             kv_groups=(),
         )
-        self._requests = RequestColumns(MAX_ROWS, 32, transfers)
-        self._sampler = Sampler(config, self._requests, transfers, self)
+        self._requests = RequestColumns(MAX_ROWS, 32, arena)
+        self._sampler = Sampler(config, self._requests, arena, self)
         self.processed = torch.empty(0)
 
     def wants(self, probe: Probe) -> bool:
@@ -65,6 +66,7 @@ class Bench:
         """Draw for each logit the token behind as many outputs."""
         self._requests.flush()
         self._sampler.flush()
+        self._arena.flush()
         view = LogitsView(
             logit_rows=torch.tensor(rows, dtype=torch.int32),
             positions=torch.tensor([len(PROMPT) + count for count in num_outputs]),

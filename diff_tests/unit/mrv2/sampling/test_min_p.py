@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from mrv2.config import RunnerConfig
+from mrv2.memory.arena import Arena
 from mrv2.memory.transfers import Transfers
 from mrv2.plan import Arrival, Sampling
 from mrv2.sampling.columns import DrawColumns
@@ -20,9 +21,9 @@ _INF, _NAN = float("inf"), float("nan")
 
 
 def resources(max_num_reqs: int = 8, vocab_size: int = 100) -> StageResources:
-    transfers = Transfers(torch.device("cpu"))
+    arena = Arena(Transfers(torch.device("cpu")))
     config = RunnerConfig(
-        device=transfers.device,
+        device=arena.transfers.device,
         max_num_reqs=max_num_reqs,
         max_num_tokens=max_num_reqs,
         max_model_len=4,
@@ -32,9 +33,9 @@ def resources(max_num_reqs: int = 8, vocab_size: int = 100) -> StageResources:
     return StageResources(
         max_num_reqs=max_num_reqs,
         vocab_size=vocab_size,
-        transfers=transfers,
-        columns=DrawColumns(max_num_reqs, transfers),
-        requests=RequestColumns(max_num_reqs, 4, transfers),
+        arena=arena,
+        columns=DrawColumns(max_num_reqs, arena),
+        requests=RequestColumns(max_num_reqs, 4, arena),
         thinking=config.thinking,
     )
 
@@ -125,6 +126,7 @@ def test_the_stage_raises_cutoffs_by_state_row() -> None:
         stage.admit(row, request)
     stage_resources.columns.flush()
     stage.flush()
+    stage_resources.arena.flush()
     rows = np.array([2, 6, 6], dtype=np.int32)
     narrowing = Narrowing(torch.zeros(8), torch.full((3,), -_INF), 3)
     view = LogitsView(

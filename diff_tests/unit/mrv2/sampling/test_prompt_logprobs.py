@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from mrv2 import ConfigError, KVGroup, Logprobs, ProtocolError, RunnerConfig, Sampling
 from mrv2.config import LogprobsMode
+from mrv2.memory.arena import Arena
 from mrv2.memory.transfers import Transfers
 from mrv2.plan import Arrival
 from mrv2.sampling import prompt_logprobs
@@ -229,15 +230,16 @@ def test_positions_that_are_left_out_are_refused() -> None:
 
 def test_rows_of_hand_made_logits() -> None:
     """Two requests in one step: each position's logits go to the row of the token behind it."""
-    transfers = Transfers(torch.device("cpu"))
-    requests = RequestColumns(CONFIG.max_num_reqs, CONFIG.max_model_len, transfers)
-    scorer = PromptLogprobs(replace(CONFIG, logprobs_mode="raw_logits"), requests, transfers)
+    arena = Arena(Transfers(torch.device("cpu")))
+    requests = RequestColumns(CONFIG.max_num_reqs, CONFIG.max_model_len, arena)
+    scorer = PromptLogprobs(replace(CONFIG, logprobs_mode="raw_logits"), requests, arena.transfers)
     prompts = {"a": [3, 1, 2], "b": [9, 8, 7, 6]}
     for row, (req_id, prompt) in enumerate(prompts.items()):
         arrived = arrival(req_id, prompt)
         requests.admit(row, arrived)
         scorer.admit(row, arrived)
     requests.flush()
+    arena.flush()
     hidden = torch.arange(7.0).unsqueeze(1)
     token_values = torch.arange(VOCAB) / 100
     given = scorer.score(
@@ -289,7 +291,7 @@ class Allocations(TorchDispatchMode):
 
 def largest_temporary(prompt_len: int, vocab_size: int) -> int:
     """Score a prompt of random hidden states in one step; bytes of the largest tensor made."""
-    transfers = Transfers(torch.device("cpu"))
+    arena = Arena(Transfers(torch.device("cpu")))
     config = replace(
         CONFIG,
         vocab_size=vocab_size,
@@ -297,12 +299,13 @@ def largest_temporary(prompt_len: int, vocab_size: int) -> int:
         max_model_len=prompt_len,
         kv_groups=(),
     )
-    requests = RequestColumns(1, prompt_len, transfers)
-    scorer = PromptLogprobs(config, requests, transfers)
+    requests = RequestColumns(1, prompt_len, arena)
+    scorer = PromptLogprobs(config, requests, arena.transfers)
     arrived = arrival("a", [index % vocab_size for index in range(prompt_len)])
     requests.admit(0, arrived)
     scorer.admit(0, arrived)
     requests.flush()
+    arena.flush()
     batch = ints(0), ints(0), ints(0, prompt_len)
     weights = torch.randn(2, vocab_size, generator=torch.Generator().manual_seed(0))
     hidden = torch.randn(prompt_len, 2, generator=torch.Generator().manual_seed(1))

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from mrv2.config import LogprobsMode, RunnerConfig
 from mrv2.errors import CapacityError, ConfigError
+from mrv2.memory.arena import Arena
 from mrv2.memory.transfers import Transfers
 from mrv2.plan import Arrival, Sampling
 from mrv2.sampling.columns import GREEDY_BELOW
@@ -40,9 +41,9 @@ def sampler_with(
     device: str = "cpu",
     mode: LogprobsMode = "raw_logprobs",
 ) -> Sampler:
-    transfers = Transfers(torch.device(device))
+    arena = Arena(Transfers(torch.device(device)))
     config = RunnerConfig(
-        device=transfers.device,
+        device=arena.transfers.device,
         max_num_reqs=9,
         max_num_tokens=64,
         max_model_len=16,
@@ -50,12 +51,17 @@ def sampler_with(
         kv_groups=(),
         logprobs_mode=mode,
     )
-    requests = RequestColumns(9, 16, transfers)
-    sampler = Sampler(config, requests, transfers, trace or NullTrace())
+    requests = RequestColumns(9, 16, arena)
+    sampler = Sampler(config, requests, arena, trace or NullTrace())
     for row, sampling in rows.items():
         sampler.admit(row, arrival(sampling))
-    sampler.flush()
+    flush(sampler)
     return sampler
+
+
+def flush(sampler: Sampler) -> None:
+    sampler.flush()
+    sampler._columns.temperature._arena.flush()
 
 
 def arrival(sampling: Sampling) -> Arrival:
@@ -160,7 +166,7 @@ def test_a_row_forgets_its_list() -> None:
     sampler = sampler_with({0: Sampling(logprob_token_ids=(5, 6))})
     sampler.evict(0)
     sampler.admit(0, arrival(Sampling(num_logprobs=1)))
-    sampler.flush()
+    flush(sampler)
     given = sampler(some_logits(1), view([0])).logprobs
     assert given is not None
     assert given.token_ids.tolist() == [[some_logits(1).argmax().item()] * 2]
@@ -235,13 +241,13 @@ def test_temperature_below_the_bound_is_greedy() -> None:
 def test_a_row_forgets_its_last_request() -> None:
     sampler = sampler_with({6: Sampling(temperature=5.0, seed=3, num_logprobs=2)})
     sampler.evict(6)
-    sampler.flush()
+    flush(sampler)
     logits = some_logits(1)
     output = sampler(logits.clone(), view([6]))
     assert output.logprobs is None
     assert output.token_ids.tolist() == logits.argmax(1).tolist()
     sampler.admit(6, arrival(Sampling(num_logprobs=0)))
-    sampler.flush()
+    flush(sampler)
     again = sampler(logits.clone(), view([6])).logprobs
     assert again is not None
     assert again.values.shape == (1, 1)

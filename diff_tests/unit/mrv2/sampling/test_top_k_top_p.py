@@ -5,6 +5,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from mrv2.memory.arena import Arena
 from mrv2.memory.transfers import Transfers
 from mrv2.plan import Arrival, Sampling
 from mrv2.sampling.columns import DrawColumns
@@ -119,15 +120,15 @@ def test_fewer_tokens_than_k_all_stay() -> None:
 
 
 def test_the_stage_is_wanted_by_random_rows_with_a_top_k_or_a_top_p() -> None:
-    transfers = Transfers(torch.device("cpu"))
-    columns = DrawColumns(8, transfers)
+    arena = Arena(Transfers(torch.device("cpu")))
+    columns = DrawColumns(8, arena)
     stage = TopKTopP(
         StageResources(
             max_num_reqs=8,
             vocab_size=50,
-            transfers=transfers,
+            arena=arena,
             columns=columns,
-            requests=RequestColumns(8, 4, transfers),
+            requests=RequestColumns(8, 4, arena),
             thinking=None,
         )
     )

@@ -5,6 +5,7 @@ import torch
 
 from mrv2.config import KVGroup
 from mrv2.errors import CapacityError, ProtocolError
+from mrv2.memory.arena import Arena
 from mrv2.memory.transfers import Transfers
 from mrv2.plan import Arrival, Sampling
 from mrv2.state.block_tables import BlockTables, gather_block_table, slot_mapping
@@ -14,7 +15,7 @@ GROUPS = (KVGroup(block_size=4, max_blocks=6), KVGroup(block_size=8, max_blocks=
 
 @pytest.fixture
 def tables() -> BlockTables:
-    return BlockTables(GROUPS, 4, Transfers(torch.device("cpu")))
+    return BlockTables(GROUPS, 4, Arena(Transfers(torch.device("cpu"))))
 
 
 def arrival(*block_ids: list[int]) -> Arrival:
@@ -31,9 +32,9 @@ def arrival(*block_ids: list[int]) -> Arrival:
 def test_blocks_are_appended_behind_those_held(tables: BlockTables) -> None:
     tables.admit(2, arrival([10, 11], [20]))
     tables.append(2, ([12], []))
-    tables.flush()
+    tables.tables[0].apply_write()
     tables.append(2, ([13], [21]))
-    tables.flush()
+    tables.tables[0].apply_write()
     assert tables.tables[0].tensor[2].tolist() == [10, 11, 12, 13, 0, 0]
     assert tables.tables[1].tensor[2].tolist() == [20, 21, 0]
     assert tables.tables[0].tensor[[0, 1, 3]].count_nonzero() == 0
@@ -41,11 +42,11 @@ def test_blocks_are_appended_behind_those_held(tables: BlockTables) -> None:
 
 def test_the_next_owner_of_a_row_starts_at_the_first_column(tables: BlockTables) -> None:
     tables.admit(1, arrival([10, 11, 12], [20]))
-    tables.flush()
+    tables.tables[0].apply_write()
     tables.evict(1)
     tables.admit(1, arrival([30], []))
     tables.append(1, ([31], [40]))
-    tables.flush()
+    tables.tables[0].apply_write()
     assert tables.tables[0].tensor[1, :2].tolist() == [30, 31]
     assert tables.tables[1].tensor[1, :1].tolist() == [40]
 
