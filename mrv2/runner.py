@@ -30,6 +30,7 @@ from mrv2.graphs.capture import CudaGraphMaker, GraphMaker
 from mrv2.graphs.decode import DecodeGraphs, DrawnStep
 from mrv2.graphs.shape import GraphKey, GraphMode, GraphShapes
 from mrv2.memory.arena import Arena
+from mrv2.memory.ring import ResultRing, Slot, publish
 from mrv2.memory.transfers import Transfers
 from mrv2.output import PendingOutput
 from mrv2.plan import StepPlan
@@ -58,6 +59,8 @@ class StepInFlight:
     """Counts steps, so that one is sampled once and in order."""
     drawn: DrawnStep | None = None
     """What a replayed step has drawn and committed already."""
+    slot: Slot | None = None
+    """Where a replayed step writes its tokens on the host."""
 
 
 class Runner:
@@ -112,6 +115,7 @@ class Runner:
         self._arena.allocate()
         self._shapes = GraphShapes(config.graphs)
         self._graphs = None if graph_maker is None else DecodeGraphs(config.idle_row, graph_maker)
+        self._ring = ResultRing(config.max_num_reqs, config.device)
         self._model = model
         self._attention = attention
         self._last_layout: BatchLayout | None = None
@@ -172,7 +176,8 @@ class Runner:
             layout = idle_decode(num_reqs, config.idle_row, config.max_model_len)
             self.transfers.begin_step()
             self._flush(layout)
-            graphs.capture(num_reqs, partial(self._queue_decode, layout))
+            graphs.capture(num_reqs, partial(self._queue_whole_decode, layout))
+        self._ring.restart()
         self._is_captured = True
 
     def release_graphs(self) -> None:
@@ -192,7 +197,9 @@ class Runner:
 
         Raises:
             CapacityError: There are more requests than rows.
+            ProtocolError: A step was executed but not sampled: its logits would be overwritten.
         """
+        self._check_idle()
         if not 1 <= num_reqs <= self.config.max_num_reqs:
             raise CapacityError(
                 f"{num_reqs} idle requests are to run; max_num_reqs is {self.config.max_num_reqs}"
@@ -224,13 +231,24 @@ class Runner:
     def _replay(self, layout: BatchLayout, key: GraphKey) -> StepInFlight:
         """Queue a whole decode step, its commit included, in one launch."""
         assert self._graphs is not None, "a decode is replayed only where it was captured"
+        slot = self._ring.begin(layout.num_reqs)
         step = self._graphs.replay(layout, key.num_reqs)
         self.trace.record("batch", step.batch)
         self.trace.record("forward_inputs", step.inputs)
         self.trace.record("hidden", step.hidden)
         return StepInFlight(
-            batch=step.batch, hidden=step.hidden, number=self._num_executed + 1, drawn=step
+            batch=step.batch,
+            hidden=step.hidden,
+            number=self._num_executed + 1,
+            drawn=step,
+            slot=slot,
         )
+
+    def _queue_whole_decode(self, layout: BatchLayout) -> DrawnStep:
+        """Queue a decode step to its end: its tokens are written into the host's memory."""
+        step = self._queue_decode(layout)
+        publish(step.token_ids, self._ring.cursor, self._ring.values)
+        return step
 
     def _queue_decode(self, layout: BatchLayout) -> DrawnStep:
         """Queue a decode step with a plain draw, over rows that are on the device already."""
@@ -299,7 +317,8 @@ class Runner:
             step.hidden,
             self._model.compute_logits,
         )
-        pending = PendingOutput(batch.layout, sampled, self.transfers, prompt_scores)
+        slot = step.slot if is_drawn else None
+        pending = PendingOutput(batch.layout, sampled, self.transfers, prompt_scores, slot)
         committed = sampled.token_ids
         if forced_ids is not None:
             committed = self.transfers.upload(forced_ids)
@@ -367,12 +386,17 @@ class Runner:
         self._buffers.stage(layout)
         self._arena.flush()
 
-    def _check_order(self, plan: StepPlan) -> None:
+    def _check_idle(self) -> None:
+        """Refuse a step beside another one, and one whose results have no place."""
         if self._num_sampled != self._num_executed:
             raise ProtocolError(
                 f"step {self._num_executed} was executed but not sampled; "
                 "call sample before the next execute"
             )
+        self._ring.make_room()
+
+    def _check_order(self, plan: StepPlan) -> None:
+        self._check_idle()
         if not plan.scheduled.req_ids:
             raise ProtocolError(
                 "a step without scheduled requests has nothing to execute; "

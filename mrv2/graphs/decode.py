@@ -113,7 +113,12 @@ class DecodeGraphs:
         if self._cut is None or self._cut_of != (num_reqs, layout.num_reqs):
             self._cut = _cut(captured, layout)
             self._cut_of = num_reqs, layout.num_reqs
-        return _of_layout(self._cut, layout)
+        # The views are those of the last step of this shape, which nobody looks at any more.
+        batch = self._cut.batch
+        batch.layout = layout
+        if batch.logits_view.rows_np is not layout.logit_rows:
+            batch.logits_view = replace(batch.logits_view, rows_np=layout.logit_rows)
+        return self._cut
 
     def release(self) -> None:
         """Forget every graph and give its memory back."""
@@ -152,11 +157,3 @@ def _cut(step: DrawnStep, layout: BatchLayout) -> DrawnStep:
         logits=step.logits[:num_reqs],
         token_ids=step.token_ids[:num_reqs],
     )
-
-
-def _of_layout(step: DrawnStep, layout: BatchLayout) -> DrawnStep:
-    """Return the same values under the layout of another step of the same shape."""
-    if step.batch.layout is layout:
-        return step
-    view = replace(step.batch.logits_view, rows_np=layout.logit_rows)
-    return replace(step, batch=replace(step.batch, layout=layout, logits_view=view))

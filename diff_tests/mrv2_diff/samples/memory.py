@@ -55,4 +55,25 @@ def _staged_write(generator: torch.Generator) -> Iterator[Sample]:
         )
 
 
-SAMPLES = {"memory.staged_write": OpSamples(generate=_staged_write)}
+def _publish(generator: torch.Generator) -> Iterator[Sample]:
+    for name, num_values, cursor in (
+        ("one", 1, 0),
+        ("the last slot", 3, 7),
+        ("none at all", 0, 2),
+        ("around a block", 1024, 4),
+        ("more than a block", 1025, 5),
+    ):
+        yield Sample(
+            name=name,
+            arguments={
+                "values": integers(0, 2**40, (num_values,), torch.int64, generator),
+                "cursor": torch.tensor([cursor], dtype=torch.int32),
+                "ring": sentinels(8, 1025, dtype=torch.int64),
+            },
+        )
+
+
+SAMPLES = {
+    "memory.staged_write": OpSamples(generate=_staged_write),
+    "memory.publish": OpSamples(generate=_publish),
+}

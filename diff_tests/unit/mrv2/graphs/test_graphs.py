@@ -14,12 +14,14 @@ from mrv2 import (
     ConfigError,
     GraphSizes,
     KVGroup,
+    ProtocolError,
     Runner,
     RunnerConfig,
     Sampling,
 )
 from mrv2.batch.layout import BatchLayout, idle_decode, layout_batch, pad_decode
 from mrv2.graphs.shape import GraphKey, GraphMode, GraphShapes
+from mrv2.memory.ring import NUM_SLOTS
 from mrv2.memory.transfers import Transfers
 from mrv2.plan import Scheduled
 from mrv2_diff.invariants import snapshot
@@ -104,7 +106,7 @@ def play(config: RunnerConfig, seed: int, lag: int, *, mixed: bool) -> tuple[Toy
     return toy, seen
 
 
-@pytest.mark.parametrize("lag", [0, 2])
+@pytest.mark.parametrize("lag", [0, 2, 2 * NUM_SLOTS])
 @pytest.mark.parametrize("seed", range(3))
 def test_replayed_steps_give_the_oracles_tokens(seed: int, lag: int) -> None:
     toy, seen = play(CONFIG, seed, lag, mixed=False)
@@ -204,6 +206,12 @@ def test_sizes_and_idle_steps_that_do_not_fit_are_refused() -> None:
     model = HashLM(CONFIG, 400, WINDOWS)
     with pytest.raises(ConfigError, match="on cpu steps cannot be captured"):
         Runner(CONFIG, model, model)
+    toy = Toy(CONFIG, windows=WINDOWS, graph_maker=PlayedGraphMaker())
+    toy.host.add("a", [5, 6, 7])
+    step = toy.runner.execute(toy.host.plan({"a": 3}))
+    with pytest.raises(ProtocolError, match="step 1 was executed but not sampled"):
+        toy.runner.run_idle(1)
+    toy.runner.sample(step)
     runner = Runner(CONFIG, model, model, graph_maker=PlayedGraphMaker())
     with pytest.raises(CapacityError, match="7 idle requests are to run; max_num_reqs is 6"):
         runner.run_idle(7)
