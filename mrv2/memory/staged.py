@@ -18,7 +18,7 @@ from torch import Tensor
 
 from mrv2.errors import CapacityError, ConfigError
 from mrv2.memory.transfers import Transfers
-from mrv2.ops.launch import Launch
+from mrv2.ops.launch import Launch, cdiv
 from mrv2.ops.twin import TwinOp
 
 _HEADER = 4
@@ -47,7 +47,7 @@ def _staged_write_launch(
     target: Tensor, packed: Tensor, num_writes: int, max_length: int
 ) -> Launch:
     block = 256
-    grid = (num_writes, triton.cdiv(max_length, block))
+    grid = (num_writes, cdiv(max_length, block))
     return Launch(_staged_write_kernel, grid, (target, target.stride(0), packed), {"BLOCK": block})
 
 
