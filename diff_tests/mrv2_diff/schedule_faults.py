@@ -201,9 +201,8 @@ def _next_decode_in_another_order() -> Iterator[None]:
             strict=True,
         )
         ends = zip(layout.req_ids, layout.seq_lens.tolist(), strict=True)
-        return (
-            layout.is_decode
-            and sorted(work) == sorted((name, 1, end, end + 1) for name, end in ends)
+        return layout.is_decode and sorted(work) == sorted(
+            (name, 1, end, end + 1) for name, end in ends
         )
 
     def laid_out(layout: BatchLayout, scheduled: Scheduled | NextDecode) -> BatchLayout:
