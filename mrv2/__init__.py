@@ -17,6 +17,7 @@ from mrv2.output import Logprobs, PendingOutput, RunnerOutput
 from mrv2.plan import (
     Arrival,
     Continuation,
+    NextDecode,
     Sampling,
     Scheduled,
     StepPlan,
@@ -45,6 +46,7 @@ __all__ = [
     "Logprobs",
     "LogprobsMode",
     "Mrv2Error",
+    "NextDecode",
     "NullTrace",
     "PendingOutput",
     "Probe",

@@ -9,6 +9,7 @@ Checks that cost no more than they save stand here, at the boundary.
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from itertools import chain
+from operator import add
 
 from mrv2.errors import ConfigError
 
@@ -197,6 +198,67 @@ class Scheduled:
     """Prompt and output tokens that exist before this step, outputs still in flight counted in.
     A request draws a token in this step exactly if it runs its last known token."""
 
+    def next_decode(self) -> "NextDecode":
+        """Return the plain decode after this work, in which every request must draw."""
+        return NextDecode(base=self, num_steps=1)
+
+
+@dataclass(slots=True, kw_only=True)
+class NextDecode:
+    """The plain decode that follows another step: `Scheduled` without its lists.
+
+    The same requests run in the same order, each the token that it drew there. The runner sees in
+    no more time than for one request that this follows what it executed last. If it does not, the
+    lists are taken as those of `Scheduled` are. They are made when somebody reads them.
+
+    A chain of these keeps its base, not every link. Not frozen, since one is made at every step.
+    """
+
+    base: Scheduled
+    """The work that the chain began with; every request of it drew a token."""
+    num_steps: int
+    """Steps since the base, at least 1."""
+
+    def next_decode(self) -> "NextDecode":
+        """Return the plain decode after this one."""
+        return NextDecode(base=self.base, num_steps=self.num_steps + 1)
+
+    def follows(self, last: "Scheduled | NextDecode") -> bool:
+        """Say whether this was made as what comes next after `last`, that very object or chain."""
+        if isinstance(last, NextDecode):
+            return self.base is last.base and self.num_steps == last.num_steps + 1
+        return self.base is last and self.num_steps == 1
+
+    @property
+    def req_ids(self) -> list[str]:
+        """The base's own list."""
+        return self.base.req_ids
+
+    @property
+    def num_tokens(self) -> list[int]:
+        """One for each request."""
+        return [1] * len(self.base.req_ids)
+
+    @property
+    def num_computed_tokens(self) -> list[int]:
+        """What the base had computed and ran, and a token more for each step since."""
+        ran = map(add, self.base.num_computed_tokens, self.base.num_tokens)
+        return [end + self.num_steps - 1 for end in ran]
+
+    @property
+    def num_known_tokens(self) -> list[int]:
+        """A token more for each step since the base."""
+        return [known + self.num_steps for known in self.base.num_known_tokens]
+
+    def listed(self) -> Scheduled:
+        """Return the same work with its lists."""
+        return Scheduled(
+            req_ids=self.req_ids,
+            num_tokens=self.num_tokens,
+            num_computed_tokens=self.num_computed_tokens,
+            num_known_tokens=self.num_known_tokens,
+        )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepPlan:
@@ -206,4 +268,4 @@ class StepPlan:
     """Finished, aborted, preempted or replaced. Applied first; ids without a row are skipped."""
     arrivals: tuple[Arrival, ...] = ()
     continuations: tuple[Continuation, ...] = ()
-    scheduled: Scheduled
+    scheduled: Scheduled | NextDecode

@@ -13,6 +13,7 @@ PUBLIC = [
     "Logprobs",
     "LogprobsMode",
     "Mrv2Error",
+    "NextDecode",
     "NullTrace",
     "PendingOutput",
     "Probe",

@@ -192,17 +192,18 @@ exit codes: 0 everything is the same, 1 something differs or a way of scheduling
 HOST_COST = HelpText(
     short="measure the core's host time by batch size",
     long="""\
-Measure the host time of a decode step of the core alone, from 1 to 1,024 requests: no model, no
-kernel, no copy. Bookkeeping is what queues a step; the output's list for each request, as V1 has
-it, stands apart. Figures are the least of three rounds. Run it on an idle machine.""",
+Measure the host time of a decode step of the core, alone and with the translation of what vLLM's
+scheduler says, from 1 to 1,024 requests: no model, no kernel, no copy. Bookkeeping is what queues a
+step; the output's list for each request, as V1 has it, stands apart. Figures are the least of three
+rounds. Run it on an idle machine.""",
     epilog="""\
 examples:
   mrv2-diff host-cost
   mrv2-diff host-cost --steps 300 --out ./host-cost.svg
 
 exit codes:
-  0    bookkeeping grows within the bound
-  1    it grows more
+  0    both grow within the bound
+  1    one grows more
   2    bad input: a number out of bounds, a file that cannot be written
   130  interrupted""",
 )

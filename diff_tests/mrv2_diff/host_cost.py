@@ -1,10 +1,11 @@
-"""Host time of a step by batch size, of the core alone: no model, no kernel, no copy.
+"""Host time of a step by batch size, of the core and of its adapter: no model, no kernel, no copy.
 
 Each op makes its launch, as on a GPU, and does not start it; each copy stages its values and does
 not move them. What is left is what the runner itself costs the host, and how that grows with the
 batch. `mrv2-diff bench` compares a step of a whole engine with V1's instead.
 
-Bookkeeping is `execute` and `sample`, which queue a step. Apart from it stands the output: its list
+Bookkeeping is `execute` and `sample`, which queue a step. It is measured alone, of plans, and with
+the translation of what vLLM's scheduler says. Apart from it stands the output: its list
 for each request, as V1's interface has it, grows with the batch whatever a runner does.
 """
 
@@ -12,15 +13,15 @@ import gc
 import math
 import statistics
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 from unittest.mock import patch
 
 import torch
 from torch import Tensor
 
-from mrv2 import KVGroup, Runner, RunnerConfig, Scheduled, StepPlan
+from mrv2 import KVGroup, Runner, RunnerConfig, StepPlan
 from mrv2.batch.inputs import InputBatch
 from mrv2.memory.transfers import Transfers
 from mrv2.ops.twin import TwinOp
@@ -28,11 +29,11 @@ from mrv2.ports import ForwardInputs
 from mrv2_diff.toy_host import ToyHost, Work
 
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
-_VOCAB = 16
+VOCAB_SIZE = 16
 _WARMUP = 20
 _BLOCK = 16
-_PROMPT = (1,) * 300
-"""Longer than the numbers that Python keeps one object of each for, which compare at no cost."""
+PROMPT = (1,) * 300
+"""Longer than the numbers that Python keeps one object of each for, which are read at no cost."""
 _ROUNDS = 3
 
 
@@ -45,8 +46,18 @@ class HostCost:
     """Bookkeeping where every request decodes, and nothing else happens."""
     churn_us: float
     """Bookkeeping where in each step one request leaves and one arrives, too."""
+    translated_us: float
+    """`steady_us` with the translation of vLLM's step into a plan."""
+    translated_churn_us: float
+    """`churn_us` with it."""
     output_us: float
     """What making a steady step's output, and letting go of it, costs beside the bookkeeping."""
+
+
+Figures = tuple[float, float]
+"""A step's bookkeeping and its output."""
+Play = Callable[[Runner], Figures]
+"""Runs one step; returns the seconds."""
 
 
 class _NoModel:
@@ -76,20 +87,33 @@ def host_cost(num_reqs: int, num_steps: int) -> HostCost:
         num_reqs: Requests that decode in every step.
         num_steps: Steps of each kind whose median is taken.
     """
-    steady_us, output_us = _medians_us(num_reqs, num_steps, churn=False)
-    churn_us, _ = _medians_us(num_reqs, num_steps, churn=True)
-    return HostCost(num_reqs=num_reqs, steady_us=steady_us, churn_us=churn_us, output_us=output_us)
+    from mrv2_diff.schedules.translated import played_from_vllm  # imports vLLM: seconds
+
+    steady_us, output_us = _medians_us(num_reqs, num_steps, _played, churn=False)
+    churn_us, _ = _medians_us(num_reqs, num_steps, _played, churn=True)
+    translated_us, _ = _medians_us(num_reqs, num_steps, played_from_vllm(), churn=False)
+    translated_churn_us, _ = _medians_us(num_reqs, num_steps, played_from_vllm(), churn=True)
+    return HostCost(
+        num_reqs=num_reqs,
+        steady_us=steady_us,
+        churn_us=churn_us,
+        translated_us=translated_us,
+        translated_churn_us=translated_churn_us,
+        output_us=output_us,
+    )
 
 
-def _medians_us(num_reqs: int, num_steps: int, *, churn: bool) -> tuple[float, float]:
+def _medians_us(
+    num_reqs: int, num_steps: int, played: Callable[[StepPlan], Play], *, churn: bool
+) -> Figures:
     """Return the medians of bookkeeping and of the output."""
-    max_model_len = _BLOCK * -(-(len(_PROMPT) + num_steps + _WARMUP + 8) // _BLOCK)
+    max_model_len = _BLOCK * -(-(len(PROMPT) + num_steps + _WARMUP + 8) // _BLOCK)
     config = RunnerConfig(
         device=torch.device("cpu"),
         max_num_reqs=num_reqs,
         max_num_tokens=2 * num_reqs + 8,
         max_model_len=max_model_len,
-        vocab_size=_VOCAB,
+        vocab_size=VOCAB_SIZE,
         kv_groups=(KVGroup(block_size=max_model_len, max_blocks=1),),
     )
     model = _NoModel(config)
@@ -97,16 +121,16 @@ def _medians_us(num_reqs: int, num_steps: int, *, churn: bool) -> tuple[float, f
     host = ToyHost(config.kv_groups, num_reqs)
     for index in range(num_reqs):
         _add(host, f"r{index}")
-    plans = []
+    plays = []
     for step in range(_WARMUP + num_steps):
         if churn and step:
             host.finish(next(iter(host.requests)))
             _add(host, f"s{step}")
-        plans.append(host.plan(_everything(host)))
+        plays.append(played(host.plan(_everything(host))))
     gc.collect()
     gc.freeze()  # as vLLM does: what stands here is not gone through again
     with patch.object(TwinOp, "__call__", _launch_only):
-        seconds = [_step(runner, plan) for plan in plans][_WARMUP:]
+        seconds = [play(runner) for play in plays][_WARMUP:]
     gc.unfreeze()
     bookkeeping, output = zip(*seconds, strict=True)
     return 1e6 * statistics.median(bookkeeping), 1e6 * statistics.median(output)
@@ -114,31 +138,20 @@ def _medians_us(num_reqs: int, num_steps: int, *, churn: bool) -> tuple[float, f
 
 def _add(host: ToyHost, req_id: str) -> None:
     """Add a request whose prompt is computed but for its last token."""
-    host.add(req_id, _PROMPT).num_computed = len(_PROMPT) - 1
+    host.add(req_id, PROMPT).num_computed = len(PROMPT) - 1
 
 
-def _step(runner: Runner, plan: StepPlan) -> tuple[float, float]:
-    """Run a step; return the seconds of its bookkeeping and of its output."""
-    plan = _made_anew(plan)
-    started = time.thread_time()
-    pending = runner.sample(runner.execute(plan))
-    queued = time.thread_time()
-    pending.wait()
-    return queued - started, time.thread_time() - queued
+def _played(plan: StepPlan) -> Play:
+    """Return what runs a step of the core alone."""
 
+    def play(runner: Runner) -> Figures:
+        started = time.thread_time()
+        pending = runner.sample(runner.execute(plan))
+        queued = time.thread_time()
+        pending.wait()
+        return queued - started, time.thread_time() - queued
 
-def _made_anew(plan: StepPlan) -> StepPlan:
-    """Return an equal plan whose numbers were made just now, as those of a host are."""
-    scheduled = plan.scheduled
-    return replace(
-        plan,
-        scheduled=Scheduled(
-            req_ids=list(scheduled.req_ids),
-            num_tokens=list(scheduled.num_tokens),
-            num_computed_tokens=[count + 0 for count in scheduled.num_computed_tokens],
-            num_known_tokens=[count + 0 for count in scheduled.num_known_tokens],
-        ),
-    )
+    return play
 
 
 def _everything(host: ToyHost) -> Work:
@@ -155,25 +168,43 @@ def _launch_only(op: "TwinOp[...]", *args: Any, **kwargs: Any) -> None:
 
 def table(costs: list[HostCost]) -> str:
     """Return the figures as lines of text."""
-    lines = ["requests   steady (us)   one comes, one goes (us)   output (us)"]
+    lines = [
+        "microseconds a step; churn: one comes, one goes",
+        "requests   steady    churn   steady, from vLLM   churn, from vLLM   output, steady",
+    ]
     lines += [
-        f"{cost.num_reqs:8}   {cost.steady_us:11.0f}   {cost.churn_us:24.0f}   "
-        f"{cost.output_us:11.0f}"
+        f"{cost.num_reqs:8}   {cost.steady_us:6.0f}   {cost.churn_us:6.0f}   "
+        f"{cost.translated_us:17.0f}   {cost.translated_churn_us:16.0f}   {cost.output_us:14.0f}"
         for cost in costs
     ]
     return "\n".join(lines)
 
 
-def growth(costs: Sequence[HostCost]) -> float:
-    """Return a steady step's bookkeeping in the largest batch over that in one of 64 or less."""
+def growth(costs: Sequence[HostCost]) -> tuple[float, float]:
+    """Return a steady step's cost in the largest batch over that in one of 64 or less.
+
+    Returns:
+        That of bookkeeping alone, and that with the translation.
+    """
     base = max((cost for cost in costs if cost.num_reqs <= 64), key=lambda cost: cost.num_reqs)
-    return costs[-1].steady_us / base.steady_us
+    last = costs[-1]
+    return last.steady_us / base.steady_us, last.translated_us / base.translated_us
+
+
+_CURVES: tuple[tuple[str, str, Callable[[HostCost], float]], ...] = (
+    ("steady", "#1f6feb", lambda cost: cost.steady_us),
+    ("steady, from vLLM", "#8250df", lambda cost: cost.translated_us),
+    ("one comes, one goes", "#d1242f", lambda cost: cost.churn_us),
+    ("one comes, one goes, from vLLM", "#bc4c00", lambda cost: cost.translated_churn_us),
+    ("the output, steady", "#6e7781", lambda cost: cost.output_us),
+)
+"""Each curve's name and colour, and what it shows."""
 
 
 def picture(costs: Sequence[HostCost]) -> str:
     """Return the curves as SVG, over the logarithm of the batch size."""
     width, height, left, bottom = 640, 400, 60, 40
-    most = max(max(cost.steady_us, cost.churn_us, cost.output_us) for cost in costs)
+    most = max(max(cost.translated_churn_us, cost.churn_us, cost.output_us) for cost in costs)
     last = math.log2(costs[-1].num_reqs) or 1.0
 
     def point(num_reqs: int, value: float) -> tuple[float, float]:
@@ -199,14 +230,15 @@ def picture(costs: Sequence[HostCost]) -> str:
         f"{most * part / 4:.0f}</text>"
         for part in range(5)
     )
-    steady = curve("steady", "#1f6feb", [(cost.num_reqs, cost.steady_us) for cost in costs])
-    churn = curve("one comes, one goes", "#d1242f", [(c.num_reqs, c.churn_us) for c in costs])
-    output = curve("the output, steady", "#6e7781", [(c.num_reqs, c.output_us) for c in costs])
+    curves = "".join(
+        curve(name, colour, [(cost.num_reqs, value(cost)) for cost in costs])
+        for name, colour, value in _CURVES
+    )
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" '
         f'font-family="sans-serif" font-size="12">'
         f'<text x="{left}" y="16">Host time of a step in microseconds, by requests</text>'
-        f"{ticks}{marks}{steady}{churn}{output}</svg>\n"
+        f"{ticks}{marks}{curves}</svg>\n"
     )
 
 
@@ -222,6 +254,8 @@ def host_costs(num_steps: int, batches: Sequence[int] = BATCHES) -> list[HostCos
             num_reqs=costs[0].num_reqs,
             steady_us=min(cost.steady_us for cost in costs),
             churn_us=min(cost.churn_us for cost in costs),
+            translated_us=min(cost.translated_us for cost in costs),
+            translated_churn_us=min(cost.translated_churn_us for cost in costs),
             output_us=min(cost.output_us for cost in costs),
         )
         for costs in zip(*rounds, strict=True)

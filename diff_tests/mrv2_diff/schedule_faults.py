@@ -13,7 +13,7 @@ The runner has no switch for any of this: a fault replaces a method for as long 
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from unittest.mock import patch
 
 import torch
@@ -21,11 +21,11 @@ from torch import Tensor
 
 from mrv2 import runner
 from mrv2.batch.inputs import InputBuffers
-from mrv2.batch.layout import BatchLayout, Int32, is_next_decode
+from mrv2.batch.layout import BatchLayout, Int32, is_next_decode, lay_out_next_decode
 from mrv2.memory.mirrored import MirroredTensor
 from mrv2.memory.transfers import Transfers
 from mrv2.output import PendingOutput
-from mrv2.plan import Scheduled, StepPlan
+from mrv2.plan import NextDecode, Scheduled, StepPlan
 from mrv2.runner import Runner
 from mrv2.sampling.prompt_logprobs import PromptScores
 from mrv2.sampling.sampler import Sampler, SamplerOutput
@@ -186,24 +186,31 @@ def _outputs_share_memory() -> Iterator[None]:
         yield
 
 
-def _next_decode_in_another_order() -> AbstractContextManager[object]:
-
-    def faulty(layout: BatchLayout, scheduled: Scheduled) -> bool:
-        order = {name: index for index, name in enumerate(layout.req_ids)}
-        if set(order) != set(scheduled.req_ids):
-            return False
-        by_name = sorted(range(len(order)), key=lambda index: order[scheduled.req_ids[index]])
-        return is_next_decode(
-            layout,
-            Scheduled(
-                req_ids=[scheduled.req_ids[index] for index in by_name],
-                num_tokens=[scheduled.num_tokens[index] for index in by_name],
-                num_computed_tokens=[scheduled.num_computed_tokens[index] for index in by_name],
-                num_known_tokens=[scheduled.num_known_tokens[index] for index in by_name],
-            ),
+@contextmanager
+def _next_decode_in_another_order() -> Iterator[None]:
+    def in_any_order(layout: BatchLayout, scheduled: Scheduled | NextDecode) -> bool:
+        if is_next_decode(layout, scheduled):
+            return True
+        work = zip(
+            scheduled.req_ids,
+            scheduled.num_tokens,
+            scheduled.num_computed_tokens,
+            scheduled.num_known_tokens,
+            strict=True,
+        )
+        ends = zip(layout.req_ids, layout.seq_lens.tolist(), strict=True)
+        return layout.is_decode and sorted(work) == sorted(
+            (name, 1, end, end + 1) for name, end in ends
         )
 
-    return patch.object(runner, "is_next_decode", faulty)
+    def laid_out(layout: BatchLayout, scheduled: Scheduled | NextDecode) -> BatchLayout:
+        return replace(lay_out_next_decode(layout, scheduled), req_ids=scheduled.req_ids)
+
+    with (
+        patch.object(runner, "is_next_decode", in_any_order),
+        patch.object(runner, "lay_out_next_decode", laid_out),
+    ):
+        yield
 
 
 def _upload_skipped_by_shape() -> AbstractContextManager[object]:

@@ -16,6 +16,7 @@ from mrv2 import (
     Continuation,
     GraphMaker,
     KVGroup,
+    NextDecode,
     PendingOutput,
     Runner,
     RunnerConfig,
@@ -84,6 +85,8 @@ class ToyHost:
         self._holders: list[Counter[int]] = [Counter() for _ in groups]
         self._departed: list[str] = []
         self._draws: deque[list[tuple[ToyRequest, int]]] = deque()
+        self._last: Scheduled | NextDecode | None = None
+        """What the last step ran, if every request drew."""
 
     def num_free(self, group: int) -> int:
         """Return how many blocks of a KV group nobody holds."""
@@ -158,11 +161,13 @@ class ToyHost:
         departed, self._departed = self._departed, []
         if work:
             self._draws.append(draws)
+        going_on = self._going_on(scheduled)
+        self._last = going_on if work and len(draws) == len(work) else None
         return StepPlan(
             departed=tuple(departed),
             arrivals=tuple(arrivals),
             continuations=tuple(continuations),
-            scheduled=scheduled,
+            scheduled=going_on,
         )
 
     def take(self, output: RunnerOutput) -> None:
@@ -176,6 +181,13 @@ class ToyHost:
             if request.num_preemptions == num_preemptions:
                 request.outputs.extend(drawn[request.req_id])
                 request.num_in_flight -= 1
+
+    def _going_on(self, scheduled: Scheduled) -> Scheduled | NextDecode:
+        """Return the short form of a step that only goes on from the last one."""
+        if self._last is None:
+            return scheduled
+        following = self._last.next_decode()
+        return following if following.listed() == scheduled else scheduled
 
     def _leave(self, request: ToyRequest) -> None:
         if request.has_row:

@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mrv2.ops.launch import Launch
+from mrv2.ops.launch import Launch, cdiv
 from mrv2.ops.twin import TwinOp
 
 
@@ -58,7 +58,7 @@ def _commit_step_launch(
         token_table.stride(0),
         num_computed_tokens,
     )
-    grid = (triton.cdiv(max(num_reqs, num_logits), block),)
+    grid = (cdiv(max(num_reqs, num_logits), block),)
     return Launch(_commit_step_kernel, grid, args, {"BLOCK": block})
 
 

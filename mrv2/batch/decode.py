@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mrv2.ops.launch import Launch
+from mrv2.ops.launch import Launch, cdiv
 from mrv2.ops.twin import TwinOp
 
 
@@ -56,7 +56,7 @@ def _decode_tokens_launch(
     table = (token_table, token_table.stride(0))
     outputs = (input_ids, positions, seq_lens, draw_positions)
     args = (rows, num_reqs, idle_row, *table, num_computed_tokens, *outputs)
-    grid = (triton.cdiv(num_reqs, block),)
+    grid = (cdiv(num_reqs, block),)
     return Launch(_decode_tokens_kernel, grid, args, {"BLOCK": block})
 
 
@@ -145,7 +145,7 @@ def _decode_blocks_launch(
     slots: Tensor,
 ) -> Launch:
     block = 256
-    grid = (rows.shape[0], triton.cdiv(num_columns, block))
+    grid = (rows.shape[0], cdiv(num_columns, block))
     args = (
         table,
         table.stride(0),

@@ -18,7 +18,7 @@ from mrv2.batch.layout import BatchLayout, Int32, section_len
 from mrv2.config import RunnerConfig
 from mrv2.memory.arena import Arena
 from mrv2.memory.staged import StagedWriteTensor
-from mrv2.ops.launch import Launch
+from mrv2.ops.launch import Launch, cdiv
 from mrv2.ops.twin import TwinOp
 from mrv2.sampling.stage import LogitsView
 from mrv2.state.block_tables import BlockTables, gather_block_table, slot_mapping
@@ -63,7 +63,7 @@ def _gather_tokens_launch(
     seq_lens: Tensor,
 ) -> Launch:
     block = 256
-    grid = (rows.shape[0], triton.cdiv(max_query_len, block))
+    grid = (rows.shape[0], cdiv(max_query_len, block))
     table = (token_table, token_table.stride(0))
     args = (rows, query_start_loc, *table, num_computed_tokens, input_ids, positions, seq_lens)
     return Launch(_gather_tokens_kernel, grid, args, {"BLOCK": block})

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from mrv2.plan import Scheduled
+from mrv2.plan import NextDecode, Scheduled
 
 Int32 = npt.NDArray[np.int32]
 
@@ -20,6 +20,8 @@ class BatchLayout:
     Host values only; not frozen, since one is built at every step.
     """
 
+    scheduled: Scheduled | NextDecode
+    """What was laid out; what follows it is told by it."""
     req_ids: list[str]
     rows: Int32
     """[num_reqs]. Batch position -> state row."""
@@ -46,8 +48,6 @@ class BatchLayout:
     max_seq_len: int
     max_num_logits: int
     """Logits of the request that wants most."""
-    total_known: int
-    """Sum of what is known of each request, `Scheduled.num_known_tokens`."""
 
     @property
     def is_decode(self) -> bool:
@@ -63,7 +63,7 @@ def section_len(num_reqs: int) -> int:
     return -(-(num_reqs + 1) // 4) * 4
 
 
-def layout_batch(scheduled: Scheduled, rows: Int32) -> BatchLayout:
+def layout_batch(scheduled: Scheduled | NextDecode, rows: Int32) -> BatchLayout:
     """Lay a step out in the host's order.
 
     A request wants one logit if it runs its last known token, and none otherwise.
@@ -86,6 +86,7 @@ def layout_batch(scheduled: Scheduled, rows: Int32) -> BatchLayout:
     np.add.accumulate(query_lens, out=query_start_loc[1:])
     np.add.accumulate(draws, out=cu_num_logits[1:], dtype=np.int32)
     return BatchLayout(
+        scheduled=scheduled,
         req_ids=scheduled.req_ids,
         rows=rows,
         query_lens=query_lens,
@@ -101,41 +102,33 @@ def layout_batch(scheduled: Scheduled, rows: Int32) -> BatchLayout:
         max_query_len=int(query_lens.max()),
         max_seq_len=int(seq_lens.max()),
         max_num_logits=1,
-        total_known=int(num_known_tokens.sum(dtype=np.int64)),
     )
 
 
-def is_next_decode(layout: BatchLayout, scheduled: Scheduled) -> bool:
-    """Say whether a step is the plain decode that follows another.
+def is_next_decode(layout: BatchLayout, scheduled: Scheduled | NextDecode) -> bool:
+    """Say whether a step is the plain decode that follows another, in time that no batch changes.
 
-    It is if the same requests run in the same order, each the token that it drew before. This is
-    asked in every step, so counts are compared by their sums. That is exact for a plan that tells
-    the truth: no request can have run more than it drew, or know less than the token that it runs,
-    so no two differences make up for each other.
+    The plan has to say so itself, see `NextDecode`; lists are not compared.
 
     Args:
         layout: The step before.
         scheduled: The step in question.
     """
-    num_reqs, total_known = layout.num_reqs, layout.total_known
     return (
-        layout.max_query_len == 1
-        and layout.num_logits == num_reqs
-        and scheduled.req_ids == layout.req_ids
-        and scheduled.num_tokens.count(1) == len(scheduled.num_tokens) == num_reqs
-        and len(scheduled.num_computed_tokens) == len(scheduled.num_known_tokens) == num_reqs
-        and sum(scheduled.num_computed_tokens) == total_known
-        and sum(scheduled.num_known_tokens) == total_known + num_reqs
+        isinstance(scheduled, NextDecode)
+        and scheduled.follows(layout.scheduled)
+        and layout.is_decode
     )
 
 
-def lay_out_next_decode(layout: BatchLayout, scheduled: Scheduled) -> BatchLayout:
+def lay_out_next_decode(layout: BatchLayout, scheduled: Scheduled | NextDecode) -> BatchLayout:
     """Return what `layout_batch` would, for the plain decode that follows another.
 
     Only the lengths differ, by one. `packed` is the same object, which need not be staged again.
     """
     return BatchLayout(
-        req_ids=scheduled.req_ids,
+        scheduled=scheduled,
+        req_ids=layout.req_ids,
         rows=layout.rows,
         query_lens=layout.query_lens,
         num_computed_tokens=layout.seq_lens,
@@ -150,7 +143,6 @@ def lay_out_next_decode(layout: BatchLayout, scheduled: Scheduled) -> BatchLayou
         max_query_len=1,
         max_seq_len=layout.max_seq_len + 1,
         max_num_logits=1,
-        total_known=layout.total_known + layout.num_reqs,
     )
 
 

@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from mrv2.memory.ragged import MirroredLists
-from mrv2.ops.launch import Launch
+from mrv2.ops.launch import Launch, cdiv
 from mrv2.ops.twin import TwinOp
 from mrv2.plan import Arrival
 from mrv2.sampling.bitmask import absent, is_in_set, num_words, pack
@@ -47,7 +47,7 @@ def _allow_tokens_launch(
     num_logits, vocab_size = logits.shape
     return Launch(
         _allow_tokens_kernel,
-        (num_logits, triton.cdiv(vocab_size, BLOCK)),
+        (num_logits, cdiv(vocab_size, BLOCK)),
         (logits, logits.stride(0), logit_rows, words, bounds, vocab_size),
         {"BLOCK": BLOCK},
     )

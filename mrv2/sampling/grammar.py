@@ -15,7 +15,7 @@ from torch import Tensor
 
 from mrv2.errors import ProtocolError
 from mrv2.memory.transfers import Transfers
-from mrv2.ops.launch import Launch
+from mrv2.ops.launch import Launch, cdiv
 from mrv2.ops.twin import TwinOp
 from mrv2.sampling.bitmask import absent, is_in_set, num_words
 
@@ -47,7 +47,7 @@ def _apply_bitmask_launch(logits: Tensor, bitmask: Tensor, logit_idx: Tensor) ->
     vocab_size = logits.shape[1]
     return Launch(
         _apply_bitmask_kernel,
-        (len(logit_idx), triton.cdiv(vocab_size, BLOCK)),
+        (len(logit_idx), cdiv(vocab_size, BLOCK)),
         (logits, logits.stride(0), bitmask, bitmask.stride(0), logit_idx, vocab_size),
         {"BLOCK": BLOCK},
     )

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mrv2.ops.launch import Launch
+from mrv2.ops.launch import Launch, cdiv
 from mrv2.ops.twin import TwinOp
 from mrv2.sampling.order import to_ordered
 from mrv2.sampling.rng import (
@@ -112,7 +112,7 @@ def _noise_kernel(
 
 def _noise_launch(noise: Tensor, words: Tensor) -> Launch:
     num_words, block = noise.numel(), 1024
-    grid = (triton.cdiv(num_words, block),)
+    grid = (cdiv(num_words, block),)
     return Launch(_noise_kernel, grid, (noise, words, num_words), {"BLOCK": block})
 
 
@@ -336,9 +336,9 @@ def _draw_launch(
     num_logits, vocab_size = logits.shape
     splits = 1
     if 0 < num_logits <= _SPLIT_ROWS:
-        splits = max(1, min(_PROGRAMS // num_logits, triton.cdiv(vocab_size, BLOCK)))
-    share = triton.cdiv(triton.cdiv(vocab_size, splits), BLOCK) * BLOCK
-    splits = triton.cdiv(vocab_size, share)
+        splits = max(1, min(_PROGRAMS // num_logits, cdiv(vocab_size, BLOCK)))
+    share = cdiv(cdiv(vocab_size, splits), BLOCK) * BLOCK
+    splits = cdiv(vocab_size, share)
     args = (
         token_ids,
         logits,

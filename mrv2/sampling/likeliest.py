@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mrv2.ops.launch import Launch
+from mrv2.ops.launch import Launch, cdiv
 from mrv2.ops.twin import INTERPRETED, TwinOp
 from mrv2.sampling.order import to_ordered
 
@@ -53,9 +53,9 @@ def split_size(logits: Tensor) -> int:
     num_logits, vocab_size = logits.shape
     if not (INTERPRETED or logits.is_cuda):
         return vocab_size
-    num_chunks = triton.cdiv(vocab_size, CHUNK)
-    num_splits = min(num_chunks, triton.cdiv(_ENOUGH_PROGRAMS, max(num_logits, 1)))
-    size: int = CHUNK * min(triton.cdiv(num_chunks, num_splits), MAX_CHUNKS)
+    num_chunks = cdiv(vocab_size, CHUNK)
+    num_splits = min(num_chunks, cdiv(_ENOUGH_PROGRAMS, max(num_logits, 1)))
+    size: int = CHUNK * min(cdiv(num_chunks, num_splits), MAX_CHUNKS)
     return size
 
 

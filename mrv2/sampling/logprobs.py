@@ -25,7 +25,7 @@ from torch import Tensor
 from mrv2.config import LogprobsMode
 from mrv2.errors import ConfigError
 from mrv2.memory.ragged import MirroredLists
-from mrv2.ops.launch import Launch
+from mrv2.ops.launch import Launch, cdiv
 from mrv2.ops.twin import TwinOp
 from mrv2.plan import ALL_LOGPROBS, Arrival
 from mrv2.sampling.likeliest import (
@@ -314,7 +314,7 @@ def gather_logprobs(
     num_logits, device = len(logits), logits.device
     num_columns = num_columns or 1 + num_logprobs
     size = split_size(logits)
-    num_splits = triton.cdiv(logits.shape[1], size)
+    num_splits = cdiv(logits.shape[1], size)
     num_top = num_logprobs if num_logprobs <= MAX_TOP else 0
     # What is summarised of each split, then of each row.
     split_edges = torch.empty((num_logits, num_splits, 2), device=device)

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mrv2.ops.launch import Launch
+from mrv2.ops.launch import Launch, cdiv
 from mrv2.ops.twin import TwinOp
 
 BLOCK = 2048
@@ -47,7 +47,7 @@ def _settle_launch(logits: Tensor, logit_rows: Tensor, divisor: Tensor, cutoff: 
     num_logits, vocab_size = logits.shape
     return Launch(
         _settle_kernel,
-        (num_logits, triton.cdiv(vocab_size, BLOCK)),
+        (num_logits, cdiv(vocab_size, BLOCK)),
         (logits, logits.stride(0), logit_rows, divisor, cutoff, vocab_size),
         {"BLOCK": BLOCK},
     )

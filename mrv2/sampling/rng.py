@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mrv2.ops.launch import Launch
+from mrv2.ops.launch import Launch, cdiv
 from mrv2.ops.twin import TwinOp
 
 BLOCK = 1024
@@ -179,7 +179,7 @@ def _words_kernel(
 
 def _words_launch(words: Tensor, seeds: Tensor, positions: Tensor) -> Launch:
     num_draws, num_tokens, _ = words.shape
-    grid = (num_draws, triton.cdiv(num_tokens, BLOCK))
+    grid = (num_draws, cdiv(num_tokens, BLOCK))
     return Launch(_words_kernel, grid, (words, seeds, positions, num_tokens), {"BLOCK": BLOCK})
 
 

@@ -13,7 +13,7 @@ from mrv2.config import KVGroup
 from mrv2.errors import CapacityError, ProtocolError
 from mrv2.memory.arena import Arena
 from mrv2.memory.staged import StagedWriteTensor
-from mrv2.ops.launch import Launch
+from mrv2.ops.launch import Launch, cdiv
 from mrv2.ops.twin import TwinOp
 from mrv2.plan import Arrival
 
@@ -40,7 +40,7 @@ def _gather_block_table_launch(
     table: Tensor, rows: Tensor, num_columns: int, out: Tensor
 ) -> Launch:
     block = 256
-    grid = (rows.shape[0], triton.cdiv(num_columns, block))
+    grid = (rows.shape[0], cdiv(num_columns, block))
     args = (table, table.stride(0), rows, num_columns, out, out.stride(0))
     return Launch(_gather_block_table_kernel, grid, args, {"BLOCK": block})
 
@@ -102,7 +102,7 @@ def _slot_mapping_launch(
     slots: Tensor,
 ) -> Launch:
     block = 256
-    grid = (query_start_loc.shape[0] - 1, triton.cdiv(max_query_len, block))
+    grid = (query_start_loc.shape[0] - 1, cdiv(max_query_len, block))
     args = (block_table, block_table.stride(0), query_start_loc, positions, block_size, slots)
     return Launch(_slot_mapping_kernel, grid, args, {"BLOCK": block})
 
@@ -207,9 +207,25 @@ class BlockTables:
                     f"the cache has {group.num_blocks} blocks"
                 )
 
-    def num_held(self, rows: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
-        """Return how many blocks rows hold, [num_groups, num_rows] int32, a copy."""
-        return self._num_blocks[:, rows]
+    def num_held(
+        self,
+        rows: npt.NDArray[np.int32],
+        added_to: Sequence[int] = (),
+        added: Sequence[Sequence[Sequence[int]]] = (),
+    ) -> npt.NDArray[np.int32]:
+        """Return how many blocks rows hold, [num_groups, num_rows] int32, a copy.
+
+        Args:
+            rows: Whose blocks are counted.
+            added_to: Rows that are to get more, each once.
+            added: New blocks for each KV group, for each row of `added_to`; they count.
+        """
+        num_blocks = self._num_blocks
+        if added:
+            num_blocks = num_blocks.copy()
+            counts = [[len(blocks) for blocks in block_ids] for block_ids in added]
+            num_blocks[:, added_to] += np.array(counts, dtype=np.int32).T
+        return num_blocks[:, rows]
 
     def append(self, row: int, block_ids: Sequence[Sequence[int]]) -> None:
         """Stage more blocks behind those that the row holds.

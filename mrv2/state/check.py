@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from mrv2.config import RunnerConfig
 from mrv2.errors import CapacityError, ConfigError, ProtocolError
-from mrv2.plan import Arrival, Scheduled, StepPlan, sampling_faults
+from mrv2.plan import Arrival, NextDecode, Scheduled, StepPlan, sampling_faults
 from mrv2.state.block_tables import BlockTables
 from mrv2.state.rows import RowTable
 
@@ -107,14 +107,15 @@ def check_blocks(
         CapacityError: A request's blocks end before its tokens do.
     """
     req_ids = plan.scheduled.req_ids
-    held = block_tables.num_held(rows.rows_if_live(req_ids) if found is None else found)
-    arriving = {arrival.req_id: arrival.block_ids for arrival in plan.arrivals}
-    new = arriving | {going.req_id: going.new_block_ids for going in plan.continuations}
-    if new:
-        for index in [index for index, req_id in enumerate(req_ids) if req_id in new]:
-            if req_ids[index] in arriving:
-                held[:, index] = 0
-            held[:, index] += [len(blocks) for blocks in new[req_ids[index]]]
+    if found is None:
+        held = _held_after(plan, rows, block_tables)
+    else:  # no row changes hands
+        going = plan.continuations
+        held = block_tables.num_held(
+            found,
+            [rows.row(continuation.req_id) for continuation in going],
+            [continuation.new_block_ids for continuation in going],
+        )
     rooms = [
         held[index] * group.block_size - ends for index, group in enumerate(block_tables.groups)
     ]
@@ -130,7 +131,24 @@ def check_blocks(
     return room
 
 
-def _refuse_work(scheduled: Scheduled, config: RunnerConfig) -> None:
+def _held_after(plan: StepPlan, rows: RowTable, block_tables: BlockTables) -> Int32:
+    """Return how many blocks the scheduled requests hold after the plan's events.
+
+    [num_groups, num_reqs] int32.
+    """
+    req_ids = plan.scheduled.req_ids
+    held = block_tables.num_held(rows.rows_if_live(req_ids))
+    arriving = {arrival.req_id: arrival.block_ids for arrival in plan.arrivals}
+    new = arriving | {going.req_id: going.new_block_ids for going in plan.continuations}
+    if new:
+        for index in [index for index, req_id in enumerate(req_ids) if req_id in new]:
+            if req_ids[index] in arriving:
+                held[:, index] = 0
+            held[:, index] += [len(blocks) for blocks in new[req_ids[index]]]
+    return held
+
+
+def _refuse_work(scheduled: Scheduled | NextDecode, config: RunnerConfig) -> None:
     """Name the first request whose work does not fit."""
     for req_id, num_tokens, start, num_known in zip(
         scheduled.req_ids,
@@ -151,7 +169,7 @@ def _refuse_work(scheduled: Scheduled, config: RunnerConfig) -> None:
             )
 
 
-def _check_lists(scheduled: Scheduled) -> None:
+def _check_lists(scheduled: Scheduled | NextDecode) -> None:
     num_reqs = len(scheduled.req_ids)
     lengths = (
         len(scheduled.num_tokens),

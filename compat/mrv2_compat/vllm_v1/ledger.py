@@ -3,13 +3,16 @@
 A resumed request comes back without its prompt split and without its sampling parameters. Permanent
 rows forget a request when it is preempted, so this is the one place that remembers it, from its
 first arrival until it finishes.
+
+The last step is remembered, too, where it was a plain decode: the scheduler repeats all of it for
+the step that only goes on.
 """
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from mrv2 import ProtocolError, Sampling
+from mrv2 import NextDecode, ProtocolError, Sampling, Scheduled
 
 if TYPE_CHECKING:
     from vllm.sampling_params import SamplingParams
@@ -25,6 +28,18 @@ class KnownRequest:
     """vLLM's own parameters, which custom logits processors are shown."""
 
 
+@dataclass(slots=True, kw_only=True)
+class LastDecode:
+    """A step in which every request ran one token and drew one.
+
+    Not frozen, since one is made at every step.
+    """
+
+    scheduled: Scheduled | NextDecode
+    total_computed: int
+    """Sum of what each request had computed before the step."""
+
+
 class RequestLedger:
     """Requests that were announced and have not finished, by id.
 
@@ -36,17 +51,22 @@ class RequestLedger:
         self._known: dict[str, KnownRequest] = {}
         self.num_announced = 0
         """Requests announced so far, finished ones counted in."""
+        self.last_decode: LastDecode | None = None
+        """The last step that was translated, if it was a plain decode."""
+        self._decode_before: LastDecode | None = None
         self._before: dict[str, KnownRequest | None] = {}
         """What was known before this step of each request that it changed."""
         self._num_before = 0
 
     def begin_step(self) -> None:
         """Note the state that `take_back_step` returns to."""
+        self._decode_before = self.last_decode
         self._before = {}
         self._num_before = self.num_announced
 
     def take_back_step(self) -> None:
-        """Undo what was announced and forgotten since `begin_step`."""
+        """Undo what was announced, forgotten and noted since `begin_step`."""
+        self.last_decode = self._decode_before
         for req_id, known in self._before.items():
             if known is None:
                 self._known.pop(req_id, None)

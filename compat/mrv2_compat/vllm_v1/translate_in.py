@@ -9,6 +9,7 @@ arrives.
 import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import compress
 from operator import add
 
 from vllm.sampling_params import SamplingParams
@@ -16,7 +17,7 @@ from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, Schedul
 
 from mrv2 import Arrival, Continuation, ProtocolError, Sampling, Scheduled, StepPlan
 from mrv2.errors import UnsupportedByRunner
-from mrv2_compat.vllm_v1.ledger import KnownRequest, RequestLedger
+from mrv2_compat.vllm_v1.ledger import KnownRequest, LastDecode, RequestLedger
 from mrv2_compat.vllm_v1.refusals import request_refusals
 
 
@@ -40,10 +41,49 @@ def plan_step(
     """
     ledger.begin_step()
     try:
+        last = ledger.last_decode
+        if last is not None and _goes_on(scheduler_output, last):
+            return _plan_next_decode(scheduler_output.scheduled_cached_reqs, last, ledger)
         return _plan(scheduler_output, ledger, engine_seed, vocab_size)
     except Exception:
         ledger.take_back_step()
         raise
+
+
+def _goes_on(scheduler_output: SchedulerOutput, last: LastDecode) -> bool:
+    """Say whether a step is the plain decode after another: nothing came, went or was taken back.
+
+    This is asked in every step, so one pass over the numbers has to do. It tells every step of a
+    scheduler that counts rightly: as many tokens as requests are one for each, none can have
+    computed more than it ran, so that no two differences in the sum make up for each other, and the
+    token that a request runs now is the one that it drew, since it has no other.
+    """
+    cached = scheduler_output.scheduled_cached_reqs
+    num_reqs = len(cached.req_ids)
+    return (
+        scheduler_output.total_num_scheduled_tokens
+        == num_reqs
+        == len(scheduler_output.num_scheduled_tokens)
+        == len(cached.new_block_ids)
+        == len(cached.num_computed_tokens)
+        == len(cached.num_output_tokens)
+        and not scheduler_output.scheduled_new_reqs
+        and not scheduler_output.finished_req_ids
+        and not scheduler_output.preempted_req_ids
+        and not cached.resumed_req_ids
+        and cached.req_ids == last.scheduled.req_ids
+        and sum(cached.num_computed_tokens) == last.total_computed + num_reqs
+    )
+
+
+def _plan_next_decode(
+    cached: CachedRequestData, last: LastDecode, ledger: RequestLedger
+) -> StepPlan:
+    scheduled, num_reqs = last.scheduled.next_decode(), len(cached.req_ids)
+    ledger.last_decode = LastDecode(
+        scheduled=scheduled, total_computed=last.total_computed + num_reqs
+    )
+    return StepPlan(continuations=_continuations(cached), scheduled=scheduled)
 
 
 def _plan(
@@ -64,12 +104,28 @@ def _plan(
     )
     arrivals = [_announce(request, ledger, engine_seed, vocab_size) for request in new]
     arrivals.extend(_resume(cached, ledger))
+    scheduled = _scheduled(scheduler_output, ledger)
+    ledger.last_decode = None if arrivals else _decode(scheduled)
     return StepPlan(
         departed=departed,
         arrivals=tuple(arrivals),
         continuations=_continuations(cached),
-        scheduled=_scheduled(scheduler_output, ledger),
+        scheduled=scheduled,
     )
+
+
+def _decode(scheduled: Scheduled) -> LastDecode | None:
+    """Return what the next step is compared with; None for a step that is no plain decode.
+
+    The sums are exact: no request can run a token that is not known.
+    """
+    num_reqs = len(scheduled.req_ids)
+    if not num_reqs or scheduled.num_tokens.count(1) != num_reqs:
+        return None
+    total_computed = sum(scheduled.num_computed_tokens)
+    if sum(scheduled.num_known_tokens) != total_computed + num_reqs:
+        return None
+    return LastDecode(scheduled=scheduled, total_computed=total_computed)
 
 
 def sampling_of(
@@ -201,12 +257,15 @@ def _resume(cached: CachedRequestData, ledger: RequestLedger) -> Iterator[Arriva
 
 
 def _continuations(cached: CachedRequestData) -> tuple[Continuation, ...]:
-    if cached.new_block_ids.count(None) == len(cached.req_ids):
+    req_ids, new_block_ids, resumed = cached.req_ids, cached.new_block_ids, cached.resumed_req_ids
+    if new_block_ids.count(None) == len(req_ids):
         return ()
+    # Most requests are given nothing: they are passed over without a line of Python for each.
+    given = zip(compress(req_ids, new_block_ids), filter(None, new_block_ids), strict=True)
     return tuple(
         Continuation(req_id=req_id, new_block_ids=block_ids)
-        for req_id, block_ids in zip(cached.req_ids, cached.new_block_ids, strict=True)
-        if block_ids is not None and req_id not in cached.resumed_req_ids
+        for req_id, block_ids in given
+        if req_id not in resumed
     )
 
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from mrv2 import ConfigError, KVGroup, RunnerConfig, Sampling, ThinkingMarkers
+from mrv2 import ConfigError, KVGroup, RunnerConfig, Sampling, Scheduled, ThinkingMarkers
 from mrv2.plan import sampling_faults
 from mrv2_diff.toy_host import Toy
 
@@ -149,3 +149,23 @@ def test_prompt_logprobs_need_the_whole_prompt_to_run() -> None:
     request.outputs.append(7)  # it has been sampled before, so they were returned
     request.has_row = False
     toy.runner.execute(toy.host.plan({"b": 2}))
+
+
+def test_the_next_decodes_have_the_lists_that_the_host_would_write() -> None:
+    first = Scheduled(
+        req_ids=["a", "b"], num_tokens=[3, 1], num_computed_tokens=[2, 7], num_known_tokens=[5, 8]
+    )
+    second = first.next_decode()
+    assert second.listed() == Scheduled(
+        req_ids=["a", "b"], num_tokens=[1, 1], num_computed_tokens=[5, 8], num_known_tokens=[6, 9]
+    )
+    assert second.next_decode().listed() == second.listed().next_decode().listed()
+
+
+def test_a_chain_of_decodes_keeps_its_base_alone() -> None:
+    first = Scheduled(req_ids=["a"], num_tokens=[1], num_computed_tokens=[0], num_known_tokens=[1])
+    last = first.next_decode()
+    for _ in range(10_000):
+        last = last.next_decode()
+    assert last.base is first
+    assert last.num_known_tokens == [10_002]

@@ -15,6 +15,7 @@ from mrv2 import (
     Continuation,
     KVGroup,
     Mrv2Error,
+    NextDecode,
     ProtocolError,
     RunnerConfig,
     Sampling,
@@ -703,3 +704,53 @@ def test_hashlm_shows_a_fault_in_the_rows(toy: Toy, name: str) -> None:
     BREAKAGES[name](toy)
     toy.run({"a": 1, "b": 1})
     assert toy.outputs() != toy.expected()
+
+
+def decode_on(toy: Toy, *, listed: bool) -> list[object]:
+    """Run decodes in which blocks are added; return what the rows hold after each."""
+    toy.host.add("a", prompt(9))
+    toy.host.add("b", prompt(5, first=3))
+    toy.run({"a": 9, "b": 5})
+    states: list[object] = []
+    for _ in range(14):
+        plan = toy.host.plan({"a": 1, "b": 1})
+        if listed and isinstance(plan.scheduled, NextDecode):
+            plan = replace(plan, scheduled=plan.scheduled.listed())
+        toy.host.take(toy.runner.sample(toy.runner.execute(plan)).wait())
+        runner = toy.runner
+        states.append(
+            (
+                dict(runner.rows._row_of),
+                runner._room,
+                runner.requests._counted.tolist(),
+                runner.requests.num_computed_tokens.tensor.tolist(),
+                runner.requests.token_ids.tensor.tolist(),
+                runner.block_tables._num_blocks.tolist(),
+                [table.tensor.tolist() for table in runner.block_tables.tables],
+            )
+        )
+    return states
+
+
+def test_both_forms_of_a_decode_leave_the_same_state() -> None:
+    short, general = Toy(CONFIG, windows=WINDOWS), Toy(CONFIG, windows=WINDOWS)
+    assert decode_on(short, listed=False) == decode_on(general, listed=True)
+    assert short.outputs() == general.outputs()
+    assert_true_to_the_oracle(short, at_least=30)
+
+
+def test_a_decode_that_follows_another_step_is_taken_by_its_lists(toy: Toy) -> None:
+    toy.host.add("a", prompt(9))
+    toy.host.add("b", prompt(5, first=3))
+    toy.run({"a": 9, "b": 5})
+    toy.run({"a": 1, "b": 1})
+    first = toy.host.plan({"a": 1, "b": 1})
+    assert isinstance(first.scheduled, NextDecode)
+    toy.host.take(toy.runner.sample(toy.runner.execute(first)).wait())
+    before = snapshot(toy.runner)
+    with pytest.raises(ProtocolError, match="'b' is scheduled but has no row"):
+        toy.runner.execute(StepPlan(departed=("b",), scheduled=first.scheduled.next_decode()))
+    assert snapshot(toy.runner) == before
+    toy.run({"b": 1})
+    toy.runner.execute(StepPlan(scheduled=first.scheduled.next_decode()))
+    assert toy.runner.requests._counted[toy.runner.rows.row("b")] == 5 + 3

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from mrv2 import ConfigError, Continuation, ProtocolError, Sampling, StepPlan
+from mrv2 import ConfigError, Continuation, NextDecode, ProtocolError, Sampling, StepPlan
 from mrv2.errors import UnsupportedByRunner
 from mrv2_compat.vllm_v1.ledger import RequestLedger
 
@@ -376,3 +376,105 @@ def test_bad_words_and_stop_tokens_without_logits_forbid_nothing() -> None:
 def test_a_seed_that_is_too_long_is_an_error() -> None:
     with pytest.raises(ConfigError, match=r"seed is .*; it must be an integer of 64 bits"):
         translated(seed=2**64)
+
+
+def decode(step: int, *, a: Mapping[str, Any] | None = None) -> dict[str, Cached]:
+    """Two requests after so many decodes; with other facts of the first."""
+    first = Cached(num_computed=3 + step, num_outputs=1 + step)
+    return {
+        "a": replace(first, **(a or {})),
+        "b": Cached(num_computed=2 + step, num_outputs=1 + step),
+    }
+
+
+@pytest.fixture
+def decoding(adapter: Adapter) -> Adapter:
+    """Two requests that have decoded once, which the next decode can follow."""
+    adapter.step({"a": 3, "b": 2}, new=[new("a", [1, 2, 3]), new("b", [4, 5])])
+    assert not isinstance(adapter.step(WORK, cached=decode(0)).scheduled, NextDecode)
+    return adapter
+
+
+WORK = {"a": 1, "b": 1}
+
+
+def test_a_decode_that_only_goes_on_says_so_and_has_the_same_lists(decoding: Adapter) -> None:
+    for step in range(1, 4):
+        plan = decoding.step(WORK, cached=decode(step, a={"new_blocks": ([7],)}))
+        assert isinstance(plan.scheduled, NextDecode)
+        assert rows(plan) == [("a", 1, 3 + step, 4 + step), ("b", 1, 2 + step, 3 + step)]
+        assert plan.continuations == (Continuation(req_id="a", new_block_ids=([7],)),)
+        assert not plan.departed
+        assert not plan.arrivals
+
+
+def test_a_chain_of_decodes_keeps_one_base(decoding: Adapter) -> None:
+    first = decoding.step(WORK, cached=decode(1)).scheduled
+    second = decoding.step(WORK, cached=decode(2)).scheduled
+    assert isinstance(first, NextDecode)
+    assert isinstance(second, NextDecode)
+    assert second.follows(first)
+    assert second.base is first.base
+
+
+OTHER_STEPS: dict[str, dict[str, Any]] = {
+    "one arrives": {
+        "work": {**WORK, "c": 1},
+        "cached": decode(1),
+        "new": [("c", [6])],
+    },
+    "one of them is replaced": {
+        "work": {"b": 1, "a": 1},
+        "cached": {"b": decode(1)["b"]},
+        "new": [("a", [6])],
+    },
+    "another one finishes": {"work": WORK, "cached": decode(1), "finished": ("z",)},
+    "another one is preempted": {"work": WORK, "cached": decode(1), "preempted": ("z",)},
+    "one pauses": {"work": {"a": 1}, "cached": {"a": decode(1)["a"]}},
+    "one is resumed": {
+        "work": WORK,
+        "cached": decode(
+            1, a={"resumed": True, "all_token_ids": [1, 2, 3, 9, 9], "new_blocks": ([5],)}
+        ),
+    },
+    "another order": {"work": WORK, "cached": dict(reversed(decode(1).items()))},
+    "one runs again": {"work": WORK, "cached": decode(1, a={"num_computed": 2})},
+    "one runs several": {"work": {"a": 3, "b": 1}, "cached": decode(1, a={"num_computed": 2})},
+}
+
+
+@pytest.mark.parametrize("name", OTHER_STEPS)
+def test_any_other_step_has_its_lists(decoding: Adapter, name: str) -> None:
+    step = dict(OTHER_STEPS[name])
+    arriving = [new(req_id, prompt) for req_id, prompt in step.pop("new", ())]
+    plan = decoding.step(**step, new=arriving)
+    assert not isinstance(plan.scheduled, NextDecode)
+
+
+def test_nothing_goes_on_from_a_step_in_which_one_did_not_draw(adapter: Adapter) -> None:
+    adapter.step({"a": 1, "b": 2}, new=[new("a", [1, 2, 3]), new("b", [4, 5])])
+    middle = {"a": Cached(1, 0), "b": Cached(2, 1)}
+    adapter.step(WORK, cached=middle)
+    plan = adapter.step(WORK, cached={"a": Cached(2, 0), "b": Cached(3, 2)})
+    assert not isinstance(plan.scheduled, NextDecode)
+    assert rows(plan) == [("a", 1, 2, 3), ("b", 1, 3, 4)]
+    plan = adapter.step(WORK, cached={"a": Cached(3, 1), "b": Cached(4, 3)})
+    assert isinstance(plan.scheduled, NextDecode)
+
+
+def test_a_step_taken_back_is_followed_by_what_followed_before(decoding: Adapter) -> None:
+    decoding.step(WORK, cached=decode(1))
+    decoding.ledger.take_back_step()
+    again = decoding.step(WORK, cached=decode(1)).scheduled
+    assert isinstance(again, NextDecode)
+    assert again.num_steps == 1
+    with pytest.raises(ProtocolError):
+        decoding.step({"x": 1}, cached={"x": Cached(1, 1)})
+    plan = decoding.step(WORK, cached=decode(2))
+    assert isinstance(plan.scheduled, NextDecode)
+    assert plan.scheduled.follows(again)
+
+
+def test_an_empty_step_ends_a_chain(decoding: Adapter) -> None:
+    decoding.step({}, cached={})
+    assert not isinstance(decoding.step(WORK, cached=decode(1)).scheduled, NextDecode)

@@ -92,6 +92,7 @@ class FakeHarness:
     selections: list[Selection] = field(default_factory=list)
     environment: dict[str, str] = field(default_factory=lambda: dict(ENVIRONMENT))
     ratio: float | BaseException = 0.5
+    growths: tuple[float, float] = (1.0, 1.0)
     benched: list[tuple[int, int]] = field(default_factory=list)
     benched_apart: list[Options] = field(default_factory=list)
     apart_passes: bool = True
@@ -146,7 +147,10 @@ class FakeHarness:
             replay=self.replay,
             invariance=lambda num_requests: INVARIANCE,
             host_cost=lambda num_steps: HostCostResult(
-                table=f"{num_steps} steps", growth=1.5, picture="<svg/>"
+                table=f"{num_steps} steps",
+                growth=self.growths[0],
+                translated_growth=self.growths[1],
+                picture="<svg/>",
             ),
         )
 
@@ -234,7 +238,7 @@ def test_a_case_without_a_record_fails_the_run(
         replay=fake.replay,
         invariance=lambda num_requests: INVARIANCE,
         host_cost=lambda num_steps: HostCostResult(
-            table=f"{num_steps} steps", growth=1.5, picture="<svg/>"
+            table=f"{num_steps} steps", growth=1.5, translated_growth=1.4, picture="<svg/>"
         ),
     )
     assert main(["run", "--out", str(tmp_path)], harness=lazy) == 1
@@ -770,15 +774,27 @@ def test_no_difference_of_a_logprob_passes() -> None:
         assert InvarianceResult(num_requests=1, refused=[], rows=rows).passes is passes
 
 
-@pytest.mark.parametrize(("bound", "status"), [(1.5, 0), (1.4, 1)])
+@pytest.mark.parametrize(
+    ("growth", "translated", "status"), [(1.3, 1.3, 0), (1.31, 1.2, 1), (1.2, 1.31, 1)]
+)
 def test_host_cost_passes_up_to_its_bound_and_draws_its_curves(
-    fake: FakeHarness, bound: float, status: int, tmp_path: Path, capsys: Capture
+    fake: FakeHarness,
+    growth: float,
+    translated: float,
+    status: int,
+    tmp_path: Path,
+    capsys: Capture,
 ) -> None:
+    bound = 1.3
+    fake.growths = growth, translated
     out = tmp_path / "made" / "curves.svg"
-    assert fake("host-cost", "--steps", 7, "--max-growth", bound, "--out", out) == status
+    assert fake("host-cost", "--steps", 7, "--out", out) == status
     text = capsys.readouterr().out
     assert text.startswith("7 steps\n")
-    assert _last_line(text) == f"bookkeeping: 1,024 / 64 requests = 1.50 (bound {bound})"
+    assert _last_line(text) == (
+        f"1,024 / 64 requests: bookkeeping {growth:.2f}, with the translation {translated:.2f} "
+        f"(bound {bound:g})"
+    )
     assert out.read_text() == "<svg/>"
     assert fake("host-cost", "--out", tmp_path) == 2
     assert "cannot write" in capsys.readouterr().err

@@ -11,7 +11,7 @@ from mrv2.batch.layout import (
     lay_out_next_decode,
     layout_batch,
 )
-from mrv2.plan import Scheduled
+from mrv2.plan import NextDecode, Scheduled
 
 
 def test_a_mixed_step() -> None:
@@ -70,80 +70,52 @@ def decode(req_ids: list[str], num_computed_tokens: list[int], num_known: int = 
     )
 
 
-def test_the_next_decode_is_laid_out_as_from_nothing() -> None:
+def test_the_next_decodes_are_laid_out_as_from_nothing() -> None:
     rows = np.array([5, 0, 7], dtype=np.int32)
-    first, second = decode(["x", "y", "z"], [4, 9, 2]), decode(["x", "y", "z"], [5, 10, 3])
-    layout = layout_batch(first, rows)
+    work: Scheduled | NextDecode = decode(["x", "y", "z"], [4, 9, 2])
+    layout = layout_batch(work, rows)
+    for _ in range(3):
+        work = work.next_decode()
+        assert is_next_decode(layout, work)
+        following, expected = lay_out_next_decode(layout, work), layout_batch(work.listed(), rows)
+        assert following.packed is layout.packed
+        for field in fields(BatchLayout):
+            ours, theirs = getattr(following, field.name), getattr(expected, field.name)
+            if field.name == "scheduled":
+                assert ours is work
+            elif isinstance(theirs, np.ndarray):
+                assert np.array_equal(ours, theirs)
+            else:
+                assert ours == theirs
+        layout = following
+
+
+def test_only_what_was_made_of_the_last_step_is_its_next_decode() -> None:
+    first, twin = decode(["x", "y"], [4, 9]), decode(["x", "y"], [4, 9])
+    layout = layout_batch(first, np.array([1, 2], dtype=np.int32))
+    second = first.next_decode()
     assert is_next_decode(layout, second)
-    following, expected = lay_out_next_decode(layout, second), layout_batch(second, rows)
-    assert following.packed is layout.packed
-    for field in fields(BatchLayout):
-        ours, theirs = getattr(following, field.name), getattr(expected, field.name)
-        assert np.array_equal(ours, theirs) if isinstance(theirs, np.ndarray) else ours == theirs
+    assert not is_next_decode(layout, second.listed())
+    assert not is_next_decode(layout, twin.next_decode())
+    assert not is_next_decode(layout, second.next_decode())
+    assert not is_next_decode(layout, first)
+    following = lay_out_next_decode(layout, second)
+    assert is_next_decode(following, second.next_decode())
+    assert not is_next_decode(following, second)
+    assert not is_next_decode(following, first.next_decode())
 
 
 @pytest.mark.parametrize(
-    "scheduled",
-    [
-        decode(["y", "x"], [10, 5]),
-        decode(["x", "z"], [5, 10]),
-        decode(["x"], [5]),
-        decode(["x", "y"], [5, 9]),
-        decode(["x", "y"], [5, 11]),
-        decode(["x", "y"], [5, 10], num_known=2),
-        Scheduled(
-            req_ids=["x", "y"],
-            num_tokens=[1, 2],
-            num_computed_tokens=[5, 10],
-            num_known_tokens=[6, 12],
-        ),
-        Scheduled(
-            req_ids=["x", "y"],
-            num_tokens=[1, 1],
-            num_computed_tokens=[5, 10],
-            num_known_tokens=[6, 12],
-        ),
-        Scheduled(
-            req_ids=["x", "y"],
-            num_tokens=[1, 1],
-            num_computed_tokens=[5, 10],
-            num_known_tokens=[6, 10],
-        ),
-        Scheduled(
-            req_ids=["x", "y"],
-            num_tokens=[1, 1],
-            num_computed_tokens=[5, 10],
-            num_known_tokens=[17],
-        ),
-        Scheduled(
-            req_ids=["x", "y"],
-            num_tokens=[1, 1],
-            num_computed_tokens=[15],
-            num_known_tokens=[6, 11],
-        ),
-    ],
-    ids=[
-        "order",
-        "names",
-        "fewer",
-        "stays",
-        "jumps",
-        "draws nothing",
-        "runs two",
-        "one draws",
-        "runs an unknown token",
-        "one count for two",
-        "one start for two",
-    ],
+    ("num_tokens", "num_known"), [([1, 1], [5, 11]), ([1, 2], [5, 11])], ids=["undrawn", "two run"]
 )
-def test_any_other_step_is_no_next_decode(scheduled: Scheduled) -> None:
-    layout = layout_batch(decode(["x", "y"], [4, 9]), np.array([1, 2], dtype=np.int32))
-    assert is_next_decode(layout, decode(["x", "y"], [5, 10]))
-    assert not is_next_decode(layout, scheduled)
-
-
-def test_nothing_follows_a_step_that_did_not_draw_for_all() -> None:
-    scheduled = decode(["x", "y"], [4, 9])
-    scheduled.num_known_tokens[1] = 11
+def test_nothing_follows_a_step_that_was_no_plain_decode(
+    num_tokens: list[int], num_known: list[int]
+) -> None:
+    scheduled = Scheduled(
+        req_ids=["x", "y"],
+        num_tokens=num_tokens,
+        num_computed_tokens=[4, 9],
+        num_known_tokens=num_known,
+    )
     layout = layout_batch(scheduled, np.array([1, 2], dtype=np.int32))
-    assert not is_next_decode(layout, decode(["x", "y"], [5, 11]))
+    assert not is_next_decode(layout, scheduled.next_decode())
