@@ -53,17 +53,17 @@ def plan_step(
 def _goes_on(scheduler_output: SchedulerOutput, last: LastDecode) -> bool:
     """Say whether a step is the plain decode after another: nothing came, went or was taken back.
 
-    This is asked in every step, so one pass over the numbers has to do. It tells every step of a
-    scheduler that counts rightly: as many tokens as requests are one for each, none can have
-    computed more than it ran, so that no two differences in the sum make up for each other, and the
-    token that a request runs now is the one that it drew, since it has no other.
+    This is asked in every step, so each list is passed over once, in C. The sum tells every step of
+    a scheduler that counts rightly: none can have computed more than it ran, so that no two
+    differences make up for each other. The token that a request runs now is the one that it drew,
+    since it has no other.
     """
     cached = scheduler_output.scheduled_cached_reqs
-    num_reqs = len(cached.req_ids)
+    num_scheduled, num_reqs = scheduler_output.num_scheduled_tokens, len(cached.req_ids)
     return (
         scheduler_output.total_num_scheduled_tokens
         == num_reqs
-        == len(scheduler_output.num_scheduled_tokens)
+        == len(num_scheduled)
         == len(cached.new_block_ids)
         == len(cached.num_computed_tokens)
         == len(cached.num_output_tokens)
@@ -72,6 +72,8 @@ def _goes_on(scheduler_output: SchedulerOutput, last: LastDecode) -> bool:
         and not scheduler_output.preempted_req_ids
         and not cached.resumed_req_ids
         and cached.req_ids == last.scheduled.req_ids
+        and list(num_scheduled) == cached.req_ids
+        and list(num_scheduled.values()).count(1) == num_reqs
         and sum(cached.num_computed_tokens) == last.total_computed + num_reqs
     )
 

@@ -13,9 +13,14 @@ pytestmark = pytest.mark.vllm
 
 
 class Bench:
-    """A driver with two live requests, one of which was preempted, and its next step at hand."""
+    """A driver with two live requests, and its next step at hand.
 
-    def __init__(self) -> None:
+    Args:
+        is_steady: Whether that step is one more decode, like the last; otherwise a third request
+            arrives in it.
+    """
+
+    def __init__(self, *, is_steady: bool = False) -> None:
         from mrv2_diff.schedules.actions import Setup
         from mrv2_diff.schedules.driver import Driver
 
@@ -25,7 +30,8 @@ class Bench:
         self.arrive("b", prefix_len=7)
         for _ in range(4):
             self.driver.step()
-        self.arrive("c", prefix_len=3)
+        if not is_steady:
+            self.arrive("c", prefix_len=3)
 
     def arrive(self, name: str, **fields: Any) -> None:
         from mrv2_diff.schedules.actions import Arrive
@@ -180,6 +186,46 @@ BAD_STEPS: list[tuple[Callable[[Any], Any], type[Mrv2Error], str]] = [
 def test_a_bad_step_is_refused_by_name_and_changes_nothing(
     bench: Bench, spoil: Callable[[Any], Any], error: type[Mrv2Error], message: str
 ) -> None:
+    bench.refuses(spoil, error, message)
+
+
+def renamed(step: Any) -> Any:
+    return replace(step, num_scheduled_tokens={"a": 1, "z": 1})
+
+
+def two_and_none(step: Any) -> Any:
+    return replace(step, num_scheduled_tokens={"a": 2, "b": 0})
+
+
+STEADY = (
+    unknown,
+    ended_goes_on,
+    preempted_goes_on,
+    block_below,
+    too_many_blocks,
+    no_tokens,
+    more_than_known,
+    not_listed,
+    unequal_lists,
+    resumed_without_tokens,
+    negative_progress,
+)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "error", "message"),
+    [
+        *((spoil, *rest) for spoil, *rest in BAD_STEPS if spoil in STEADY),
+        (renamed, ProtocolError, r"those with a number of tokens differ in \['b', 'z'\]"),
+        (two_and_none, ProtocolError, "'a' is to run 2 tokens from position|'b' is to run 0"),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_a_bad_step_is_refused_in_the_middle_of_a_steady_decode(
+    spoil: Callable[[Any], Any], error: type[Mrv2Error], message: str
+) -> None:
+    bench = Bench(is_steady=True)
+    assert bench.runner.ledger.last_decode is not None
     bench.refuses(spoil, error, message)
 
 
