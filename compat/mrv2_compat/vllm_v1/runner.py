@@ -111,7 +111,7 @@ class VllmRunner:
         self._step: StepInFlight | None = None
         self._processors: CustomProcessors | None = None
         self._graph_sizes = GraphSizes()
-        self._num_graph_bytes = 0
+        self._is_captured = False
 
     # Start: load, profile, allocate.
 
@@ -196,8 +196,9 @@ class VllmRunner:
         core = self._require_core()
         if core.config.graphs == GraphSizes():
             return 0
-        self._num_graph_bytes = graphs.capture(core.capture, self.device)
-        return self._num_graph_bytes
+        num_bytes = graphs.capture(core.capture, self.device)
+        self._is_captured = True
+        return num_bytes
 
     def profile_cudagraph_memory(self) -> int:
         """Capture over a small KV cache, let go of all of it, and return the bytes it took."""
@@ -221,6 +222,7 @@ class VllmRunner:
         graphs.release_pieces()
         clear_layer_kv_caches(self.compilation_config.static_forward_context.values())
         self._kv = self._core = self._processors = self.kv_cache_config = None
+        self._is_captured = False
         self.attn_groups = []
         gc.collect()
         torch.cuda.empty_cache()
@@ -418,11 +420,10 @@ class VllmRunner:
             raise ProtocolError("there is nothing to reset before the KV cache is initialised")
         self.ledger = RequestLedger()
         self._step = None
-        was_captured = self._num_graph_bytes > 0
         if self._core is not None:
             self._core.release_graphs()
         self._core = self._build_core(self.kv_cache_config)
-        if was_captured:
+        if self._is_captured:
             self.capture_model()
 
     def __getattr__(self, name: str) -> NoReturn:
