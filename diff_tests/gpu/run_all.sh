@@ -7,8 +7,10 @@
 # Writes logs and figures into the folder OUT, goes on after a part that failed, and ends with a
 # summary; status 1 where a part failed. Needs a vLLM for CUDA and this project's entry points in
 # PYTHON's environment; the code that runs is this tree's. PARTS names the parts to run, all but
-# `bench` by default, which takes about eight minutes. `bench` sets whole engines side by side for
-# BENCH_LIMIT seconds, with the options BENCH_OPTIONS of `mrv2-diff bench`.
+# `bench` and `lockstep` by default, which takes about eight minutes. `bench` sets whole engines side by
+# side for BENCH_LIMIT seconds, with the options BENCH_OPTIONS of `mrv2-diff bench`. `lockstep` runs
+# every case beside V1, eagerly and with CUDA graphs, for most of ten minutes, with the options LOCKSTEP
+# of run_lockstep.py.
 set -u
 root=$(cd "$(dirname "$0")/../.." && pwd)
 cd "$root" || exit 1
@@ -55,6 +57,8 @@ part logprobs 150 "$python" diff_tests/gpu/bench_logprobs.py "$OUT/logprobs.json
 part bench "$((${BENCH_LIMIT:-480} + 30))" "$python" -m mrv2_diff.cli bench \
   --runners v1,mrv2,vllm-v2 --limit "${BENCH_LIMIT:-480}" --out "$OUT/bench.json" \
   ${BENCH_OPTIONS:-} || failed+=(bench)
+part lockstep 590 "$python" diff_tests/gpu/run_lockstep.py "$OUT" ${LOCKSTEP:-} \
+  || failed+=(lockstep)
 
 for name in $parts; do
   echo "== $name"

@@ -42,36 +42,53 @@ class Findings:
     error: str | None = None
 
 
-def run_apart(case: Case, model: Path) -> Findings:
-    """Run a case's three engines, two at a time, and judge what they did."""
+def run_apart(case: Case, model: Path, device: str = "cpu", graphs: str = "none") -> Findings:
+    """Run a case's three engines, two at a time, and judge what they did.
+
+    Args:
+        case: The case.
+        model: Folder of the checkpoint.
+        device: `cpu` or `cuda`.
+        graphs: How steps may reach the device; with any, ours must have replayed decodes.
+    """
     apart = case.apart
     assert apart is not None
     variants = (apart.reference, apart.candidate, apart.right)
     with ThreadPoolExecutor(max_workers=2) as pool:
-        found = list(pool.map(lambda variant: _run(case, variant, model), variants))
+        jobs = [_job(case, variant, model, device, graphs) for variant in variants]
+        found = list(pool.map(_run, jobs, [variant.runner for variant in variants]))
+    ours = found[1].outcome
+    if graphs != "none" and ours is not None and not ours.steps_by_mode.get("decode"):
+        return Findings(
+            verdict=Verdict.MISSING,
+            summary=f"no decode was replayed from a graph; steps: {ours.steps_by_mode}",
+            tokens=_NOTHING,
+        )
     return judge_apart(case, *found)
+
+
+_NOTHING = Agreement(
+    compared=0, differing=0, max_abs_diff=0.0, required_tolerance=0.0, policy="exact"
+)
 
 
 def judge_apart(case: Case, reference: Found, candidate: Found, right: Found) -> Findings:
     """Return the verdict on a case, from what its three engines did."""
     apart = case.apart
     assert apart is not None
-    nothing = Agreement(
-        compared=0, differing=0, max_abs_diff=0.0, required_tolerance=0.0, policy="exact"
-    )
     if candidate.outcome is None:
         summary = f"the candidate failed: {_last_line(candidate.error)}"
         return Findings(
-            verdict=Verdict.CRASHED, summary=summary, tokens=nothing, error=candidate.error
+            verdict=Verdict.CRASHED, summary=summary, tokens=_NOTHING, error=candidate.error
         )
     if right.outcome is None:
         summary = f"the engine with the right tokens failed: {_last_line(right.error)}"
         return Findings(
-            verdict=Verdict.INCONCLUSIVE, summary=summary, tokens=nothing, error=right.error
+            verdict=Verdict.INCONCLUSIVE, summary=summary, tokens=_NOTHING, error=right.error
         )
     wrong = _wrong_runner(apart, candidate.outcome, right.outcome)
     if wrong is not None:
-        return Findings(verdict=Verdict.INCONCLUSIVE, summary=wrong, tokens=nothing)
+        return Findings(verdict=Verdict.INCONCLUSIVE, summary=wrong, tokens=_NOTHING)
     requests = _comparable(case, apart.candidate, apart.right)
     tokens, first = _compare(case, requests, candidate.outcome, right.outcome)
     verdict, summary = (
@@ -172,18 +189,18 @@ def _compare(
     return agreement, first
 
 
-def _run(case: Case, variant: Variant, model: Path) -> Found:
+def _run(job: Job, runner: str) -> Found:
     try:
-        return Found(outcome=run_job(_job(case, variant, model), variant.runner))
+        return Found(outcome=run_job(job, runner))
     except RuntimeError as error:
         return Found(outcome=None, error=str(error))
 
 
-def _job(case: Case, variant: Variant, model: Path) -> Job:
+def _job(case: Case, variant: Variant, model: Path, device: str, graphs: str) -> Job:
     adds: list[Any] = list(case.workload())
     if any(not isinstance(event, Add) or event.step for event in adds):
         raise ValueError(f"{case.id} runs apart; its requests must all arrive at step 0")
-    engine = case.engine.arguments() | _mutable(dict(variant.engine))
+    engine = case.engine.arguments(device, graphs) | _mutable(dict(variant.engine))
     del engine["skip_tokenizer_init"]
     return Job(
         model=str(model),

@@ -1,7 +1,7 @@
 """What is run, as data: a case, the engine that it needs, and the requests that arrive at it."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from mrv2_diff.models.spec import ModelSpec
@@ -9,6 +9,13 @@ from mrv2_diff.verdict import Verdict
 
 _MAPPINGS = frozenset({"logit_bias", "extra_args", "structured_outputs"})
 """Options whose value is a mapping, written as pairs."""
+
+GRAPHS = ("none", "FULL_DECODE_ONLY")
+"""How steps may reach a device: operation by operation, or decodes as CUDA graphs."""
+CAPTURE_SIZES = (1, 2, 4, 8, 16)
+"""Requests of the decodes that are captured. Others are padded, larger ones run eagerly."""
+
+DEVICES = frozenset({"cpu", "cuda"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,7 +32,7 @@ class EngineSpec:
     num_blocks: int = 160
     """KV blocks; few of them force preemptions. One is vLLM's null block."""
     block_size: int = 32
-    """Tokens in a block. vLLM's CPU attention takes multiples of 32."""
+    """Tokens in a block. vLLM's CPU attention takes multiples of 32, and so do the others."""
     prefix_caching: bool = False
     dtype: str = "float32"
     """Of weights and KV cache.
@@ -39,14 +46,19 @@ class EngineSpec:
     reasoning: tuple[str, str] | None = None
     """Text that opens and closes a thinking section."""
 
-    def arguments(self) -> dict[str, Any]:
-        """Return the arguments of vLLM's `LLM`, without the model."""
+    def arguments(self, device: str = "cpu", graphs: str = "none") -> dict[str, Any]:
+        """Return the arguments of vLLM's `LLM`, without the model.
+
+        Args:
+            device: `cpu` or `cuda`.
+            graphs: One of `GRAPHS`; a CPU has none.
+        """
         start, end = self.reasoning or ("", "")
         reasoning = {"reasoning_start_str": start, "reasoning_end_str": end}
         return {
             "skip_tokenizer_init": not self.tokenizer,
             "reasoning_config": reasoning if self.reasoning else None,
-            "enforce_eager": True,
+            "async_scheduling": False,  # one step at a time, so that two runners can run it
             "seed": 0,
             "dtype": self.dtype,
             "max_model_len": self.max_model_len,
@@ -58,7 +70,35 @@ class EngineSpec:
             "max_logprobs": -1,
             "logprobs_mode": self.logprobs_mode,
             "use_tqdm_on_load": False,
+            **_of_device(device, self.dtype),
+            **_of_graphs(graphs),
         }
+
+
+def _of_device(device: str, dtype: str) -> dict[str, Any]:
+    """Return the arguments of an engine that may share a CUDA device with others."""
+    if device == "cpu":
+        return {}
+    return {
+        # FlashAttention does not take float32.
+        "attention_backend": "TRITON_ATTN" if dtype == "float32" else "FLASH_ATTN",
+        "gpu_memory_utilization": 0.1,
+        "kv_cache_memory_bytes": 1 << 30,  # in place of a measurement; the blocks are counted
+    }
+
+
+def _of_graphs(graphs: str) -> dict[str, Any]:
+    if graphs == "none":
+        return {"enforce_eager": True}
+    return {
+        "enforce_eager": False,
+        "compilation_config": {
+            "mode": 0,
+            "cudagraph_mode": graphs,
+            "cudagraph_capture_sizes": list(CAPTURE_SIZES),
+        },
+        "cudagraph_metrics": True,  # V1 says how each step ran
+    }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,6 +154,10 @@ class Departure:
     verdict: Literal[Verdict.REFERENCE_WRONG, Verdict.KNOWN_DIFFERENCE]
     why: str
     """What the reference does, in a few words, or the decision record that says why we do not."""
+    on: frozenset[str] = DEVICES
+    """Devices on which the reference departs. On others the case is judged like any other."""
+    elsewhere: str = ""
+    """Why it does not on others, for the record."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,6 +186,10 @@ class Apart:
     """Part of the message with which the reference must fail; None where its tokens are wrong."""
     why: str
     """What goes wrong, in a few words."""
+    on: frozenset[str] = DEVICES
+    """Devices on which it does. On others the case runs in lockstep, like any other."""
+    elsewhere: str = ""
+    """Why it does not on others, for the record."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -163,6 +211,18 @@ class Case:
     departure: Departure | None = None
     apart: Apart | None = None
     """None: the case runs in lockstep."""
+    remark: str = ""
+    """Said in the record behind its summary."""
+
+    def on(self, device: str) -> "Case":
+        """Return the case as it is run on a device: without faults that V1 has not there."""
+        here = self
+        if here.departure is not None and device not in here.departure.on:
+            here = replace(here, departure=None, remark=f"on {device} {here.departure.elsewhere}")
+        if here.apart is not None and device not in here.apart.on:
+            remark = f"in lockstep, since on {device} {here.apart.elsewhere}"
+            here = replace(here, apart=None, remark=remark)
+        return here
 
     @property
     def against_itself(self) -> bool:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from mrv2_diff import help_texts
-from mrv2_diff.case import Case
+from mrv2_diff.case import GRAPHS, Case
 from mrv2_diff.harness import (
     MAX_BENCH_REQUESTS,
     MAX_BENCH_STEPS,
@@ -126,6 +126,9 @@ def _add_run(commands: "_Commands[argparse.ArgumentParser]") -> None:
                      help="reference and candidate: v1,mrv2 (default) or v1,v1")  # fmt: skip
     run.add_argument("--model", type=Path, metavar="DIR", help="checkpoint to run on, instead of "
                      "the tiny one that each case names")  # fmt: skip
+    run.add_argument("--graphs", choices=GRAPHS, default="none", help="CUDA graphs of both "
+                     "runners, on a CUDA device (default: %(default)s, all steps "
+                     "eager)")  # fmt: skip
     run.add_argument("--out", type=Path, default=LATEST, metavar="DIR",
                      help="where records.jsonl is written (default: %(default)s)")  # fmt: skip
     run.add_argument("--resume", action="store_true", help="keep the records in --out and run "
@@ -330,12 +333,14 @@ def _run(arguments: argparse.Namespace, harness: Harness) -> int:
         cases=_runnable(_selected(harness, arguments.area, arguments.case), pair),
         pair=pair,
         model=_checked_model(arguments.model),
+        graphs=arguments.graphs,
     )
     label = _model_label(selection.model)
     folder = RecordsFolder(arguments.out, resume=arguments.resume)
     wanted = {case.id: case for case in selection.cases}
     kept = [record for record in _read_or_refuse(folder)
             if record.id in wanted and record.pair == selection.pair
+            and record.environment.get("graphs", "none") == selection.graphs
             and record.environment.get("model") == label]  # fmt: skip
     records = _of_this_source(kept, harness) if kept else []
     done = {record.id for record in records}

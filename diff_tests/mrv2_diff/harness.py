@@ -47,6 +47,8 @@ class Selection:
     pair: tuple[str, str]
     model: Path | None
     """None: the model that each case names, made from its seed."""
+    graphs: str = "none"
+    """One of `GRAPHS` of a case: how steps may reach the device."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,7 +139,12 @@ def _run(selection: Selection, on_step: OnStep) -> Iterator[Record]:
     process.prepare()
     from mrv2_diff.run import RunRequest, run_cases  # imports torch and vLLM: seconds
 
-    request = RunRequest(cases=selection.cases, pair=selection.pair, model=selection.model)
+    request = RunRequest(
+        cases=selection.cases,
+        pair=selection.pair,
+        model=selection.model,
+        graphs=selection.graphs,
+    )
     return run_cases(request, on_step)
 
 

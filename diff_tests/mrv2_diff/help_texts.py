@@ -36,6 +36,7 @@ examples:
   mrv2-diff run --case lifecycle.preemption        one case (mrv2-diff cases lists them)
   mrv2-diff run --pair v1,v1                       the control: V1 against itself
   mrv2-diff run --model ./checkpoint --out ./mine  your own model
+  mrv2-diff run --graphs FULL_DECODE_ONLY          with CUDA graphs, on a CUDA device
   mrv2-diff run --resume                           go on after an interruption
 
 DIR/records.jsonl of a former run is kept as records.previous.jsonl, unless --resume is given. A

@@ -3,6 +3,7 @@
 import tracemalloc
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -18,12 +19,16 @@ class MemoryMeter:
     """Peaks over the calls that were wrapped, by side.
 
     Tensor bytes come from torch's allocation events, so that a temporary that lives for a
-    microsecond counts; Python's from tracemalloc, which sees numpy's arrays too. Both slow a step
-    down manyfold: never time with this in place.
+    microsecond counts; on a CUDA device they are the device's, from the counters of torch's
+    allocator, which rounds up. A replayed graph allocates nothing: what it uses is held. Python's
+    come from tracemalloc, which sees numpy's arrays too. All slow a step down manyfold: never time
+    with this in place.
     """
 
     every: int
     """Measure every n-th step; the instruments cost milliseconds."""
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    """Whose bytes are counted."""
     tensor_peak: dict[str, int] = field(default_factory=dict)
     python_peak: dict[str, int] = field(default_factory=dict)
     _held: dict[str, tuple[int, int]] = field(default_factory=dict)
@@ -39,10 +44,8 @@ class MemoryMeter:
         last, held = self._held.get(side, (step, 0))
         before, _ = tracemalloc.get_traced_memory()
         tracemalloc.reset_peak()
-        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-            result = call()
-            _, python_peak = tracemalloc.get_traced_memory()
-        peak, held = tensor_bytes(profiler, held if last == step else 0)
+        watch = _of_allocator if self.device.type == "cuda" else _of_events
+        result, python_peak, peak, held = watch(self.device, call, held if last == step else 0)
         self._held[side] = step, held
         self.python_peak[side] = max(self.python_peak.get(side, 0), python_peak - before)
         self.tensor_peak[side] = max(self.tensor_peak.get(side, 0), peak)
@@ -64,6 +67,28 @@ class MemoryMeter:
             step_peak_python_bytes=self.python_peak[side],
             state_held_bytes=held_bytes,
         )
+
+
+def _of_events(
+    _device: torch.device, call: Callable[[], Any], held: int
+) -> tuple[Any, int, int, int]:
+    """Return a call's result, Python's peak in it, and what `tensor_bytes` makes of its events."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        result = call()
+        _, python_peak = tracemalloc.get_traced_memory()
+    return result, python_peak, *tensor_bytes(profiler, held)
+
+
+def _of_allocator(
+    device: torch.device, call: Callable[[], Any], held: int
+) -> tuple[Any, int, int, int]:
+    """Return the same as `_of_events`, counted by the allocator of a CUDA device."""
+    before = torch.cuda.memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    result = call()
+    _, python_peak = tracemalloc.get_traced_memory()
+    peak = held + torch.cuda.max_memory_allocated(device) - before
+    return result, python_peak, peak, held + torch.cuda.memory_allocated(device) - before
 
 
 def tensor_bytes(profiler: profile, held: int) -> tuple[int, int]:
@@ -134,7 +159,21 @@ def quartiles(seconds: list[float]) -> Quartiles:
     return Quartiles(q1=q1, median=median, q3=q3, count=len(seconds))
 
 
-_NOT_FOLLOWED = (nn.Module, type, str, bytes, int, float, bool, torch.dtype, torch.device)
+_NOT_FOLLOWED = (
+    nn.Module,
+    type,
+    ModuleType,
+    str,
+    bytes,
+    int,
+    float,
+    bool,
+    torch.dtype,
+    torch.device,
+)
+_NOT_STATE = ("vllm.config", "triton")
+"""Modules whose objects hold no state of a runner: configs, and kernels, whose globals are all that
+there is."""
 
 
 def _reachable(root: object) -> Iterator[object]:
@@ -142,15 +181,15 @@ def _reachable(root: object) -> Iterator[object]:
     stack = [root]
     while stack:
         value = stack.pop()
-        if id(value) in seen or isinstance(value, _NOT_FOLLOWED) or _is_config(value):
+        if id(value) in seen or isinstance(value, _NOT_FOLLOWED) or _is_foreign(value):
             continue
         seen.add(id(value))
         yield value
         stack.extend(_parts(value))
 
 
-def _is_config(value: object) -> bool:
-    return type(value).__module__.startswith("vllm.config")
+def _is_foreign(value: object) -> bool:
+    return type(value).__module__.startswith(_NOT_STATE)
 
 
 def _parts(value: object) -> list[object]:

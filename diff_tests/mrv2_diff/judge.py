@@ -32,10 +32,11 @@ _FLOATS = frozenset({"logits", "processed_logits", "logprobs"})
 MAX_NEAR_TIES = 0.01
 """Most tokens that may be near ties, of those that were compared. More are no accident."""
 
-MAX_FLOOR = {"float32": 64.0, "bfloat16": 8.0, "float16": 8.0}
-"""Largest noise floor that a verdict may rest on, in units of the dtype's epsilon at the row's
-largest logit. Seen: 16 in float32, 1 in bfloat16 (tiny models on an AMD EPYC, 2026-11-29)."""
-_EPSILON_BITS = {"float32": 23, "bfloat16": 7, "float16": 10}
+MAX_FLOOR = {"float32": 64.0, "tf32": 8.0, "bfloat16": 8.0, "float16": 8.0}
+"""Largest noise floor that a verdict may rest on, in units of the arithmetic's epsilon at the row's
+largest logit. Seen: 16 in float32, 1 in bfloat16 (tiny models on an AMD EPYC, 2026-11-29). TF32 is
+float32 whose matrices are multiplied with the fraction of float16."""
+_EPSILON_BITS = {"float32": 23, "tf32": 10, "bfloat16": 7, "float16": 10}
 
 Ledgers = tuple[dict[str, dict[str, object]], dict[str, dict[str, object]]]
 
@@ -53,6 +54,10 @@ class Outcome:
     request_steps: int = 0
     """Sum over compared steps of the requests scheduled in them."""
     events: dict[str, int] = field(default_factory=dict)
+    graphs: str = "none"
+    """One of `GRAPHS` of a case. With any, both runners must have replayed decodes."""
+    steps_by_mode: dict[str, dict[str, int]] = field(default_factory=dict)
+    """Steps of the comparing passes by runner and by how they reached the device."""
     logit_diffs: list[float] = field(default_factory=list)
     effects: Effects = field(default_factory=Effects)
     crash: str | None = None
@@ -157,21 +162,25 @@ def add_ledgers(outcome: Outcome, place: Place, ledgers: Ledgers | None) -> None
         compare_ledgers(outcome.tally, place, *ledgers)
 
 
-def floor_fault(floor: dict[str, float], dtype: str) -> str | None:
+def floor_fault(floor: dict[str, float], arithmetic: str) -> str | None:
     """Return why a noise floor is too high to judge by; None if it is not.
 
     Args:
         floor: Spacings of float32, by value.
-        dtype: Of the model; one that is not in `MAX_FLOOR` has no bound and cannot be judged.
+        arithmetic: Of the model: its dtype, or `tf32`. One that is not in `MAX_FLOOR` has no bound
+            and cannot be judged.
     """
-    if dtype not in MAX_FLOOR:
-        return f"there is no bound on the noise of dtype {dtype}; run float32, bfloat16 or float16"
-    limit = MAX_FLOOR[dtype] * 2 ** (_EPSILON_BITS["float32"] - _EPSILON_BITS[dtype])
+    if arithmetic not in MAX_FLOOR:
+        return (
+            f"there is no bound on the noise of dtype {arithmetic}; "
+            "run float32, bfloat16 or float16"
+        )
+    limit = MAX_FLOOR[arithmetic] * 2 ** (_EPSILON_BITS["float32"] - _EPSILON_BITS[arithmetic])
     for value, spacings in floor.items():
         if not spacings <= limit:
             return (
                 f"V1 differs from itself by {spacings:g} spacings in {value}; "
-                f"{limit:g} is the most that a verdict in {dtype} may rest on"
+                f"{limit:g} is the most that a verdict in {arithmetic} may rest on"
             )
     return None
 
@@ -227,6 +236,15 @@ def _absent(case: Case, outcome: Outcome) -> list[str]:
     ]
     counts = outcome.draws_compared
     absent += [f"the pass {mode!r}" for mode in outcome.modes if not counts.get(mode)]
+    if outcome.graphs != "none":
+        modes = outcome.steps_by_mode
+        absent += [
+            f"decodes that {name} replayed from graphs (its steps: {modes[name]})"
+            for name in modes
+            if not modes[name].get("decode")
+        ]
+        if not modes:
+            absent.append("decodes replayed from graphs")
     return absent
 
 

@@ -11,6 +11,7 @@ ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the harness must reach the worker
     "VLLM_DISABLE_REQUEST_ID_RANDOMIZATION": "1",  # a case names its requests
     "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",  # it draws without the processed logits
     "VLLM_LOGGING_LEVEL": "CRITICAL",
     "TORCH_COMPILE_DISABLE": "1",  # else V1 compiles for 20 s at its first logprob
     "KINETO_LOG_LEVEL": "99",  # torch's profiler prints two lines at each start

@@ -94,6 +94,11 @@ class Record:
     """By runner name."""
     latency: dict[str, Latency]
     """By runner name."""
+    steps_by_mode: dict[str, dict[str, int]] = field(default_factory=dict)
+    """Steps of the comparing passes by how they reached the device, by runner name.
+
+    `eager`, `forward` or `decode`; no runner where it does not say.
+    """
     logit_diffs: list[float] = field(default_factory=list)
     """Largest difference of a logit at each step, in spacings, for the plot."""
     first_divergence: Divergence | None = None

@@ -32,7 +32,9 @@ from mrv2_diff.judge import (
     judge,
     right_values_of,
 )
+from mrv2_diff.lockstep import device
 from mrv2_diff.lockstep.engine import LockstepEngine
+from mrv2_diff.lockstep.subjects import Subject
 from mrv2_diff.lockstep.worker import HarnessError, Pass, StepReport
 from mrv2_diff.models.checkpoint import cached_model
 from mrv2_diff.record import Record
@@ -55,6 +57,8 @@ class RunRequest:
     """Reference and candidate; the reference is V1, which drives the engine."""
     model: Path | None
     """Checkpoint to run in place of the tiny ones; None: what each case names."""
+    graphs: str = "none"
+    """One of `GRAPHS` of a case: how steps may reach the device."""
 
 
 def run_cases(request: RunRequest, on_step: OnStep | None = None) -> Iterator[Record]:
@@ -65,14 +69,17 @@ def run_cases(request: RunRequest, on_step: OnStep | None = None) -> Iterator[Re
         on_step: Told the case and the number of steps so far, for a progress bar.
 
     Raises:
-        ConfigError: An engine does not start.
+        ConfigError: An engine does not start, or there are no such graphs on this device.
     """
+    device.check_graphs(request.graphs)
     compiled = "off" if os.environ.get("TORCH_COMPILE_DISABLE") == "1" else "on"
-    environment = collect("cpu", seed=0) | {"torch compile": compiled}
-    for case in request.cases:
+    kind = device.kind()
+    environment = collect(kind, seed=0) | {"torch compile": compiled, "graphs": request.graphs}
+    cases = [case.on(kind) for case in request.cases]
+    for case in cases:
         if case.apart is not None:
             yield _record_apart(case, request, environment)
-    together = [case for case in request.cases if case.apart is None]
+    together = [case for case in cases if case.apart is None]
     for spec in dict.fromkeys(case.engine for case in together):
         cases = [case for case in together if case.engine == spec]
         with _Bench(spec, request, on_step or _ignore_step, environment) as bench:
@@ -93,6 +100,8 @@ class _Bench:
         self._engine: LockstepEngine | None = None
         self._floor: dict[str, float] | None = None
         self._stack = ExitStack()
+        self._engine_facts: dict[str, str] = {}
+        """What only an engine on this device knows, for the records."""
 
     def __enter__(self) -> "_Bench":
         return self
@@ -122,13 +131,19 @@ class _Bench:
         if self._engine is None:
             model = self._request.model or cached_model(self._spec.model)
             try:
-                self._engine = LockstepEngine(self._spec, model)
+                self._engine = LockstepEngine(self._spec, model, self._request.graphs)
             except Exception as error:
                 raise ConfigError(
                     f"vLLM does not start on {model.name}: {error}; "
                     "the folder must hold a model that V1 serves on this machine"
                 ) from error
             self._stack.callback(self._engine.close)
+            if device.kind() == "cuda":
+                attention = self._engine.worker.reference.attention()
+                self._engine_facts = {
+                    "attention": ", ".join(attention),
+                    "arithmetic": self._engine.arithmetic,
+                }
         return self._engine
 
     def _passes(self, engine: LockstepEngine, case: Case) -> Outcome:
@@ -137,7 +152,11 @@ class _Bench:
         bounds = {value: noise.MARGIN * floor for value, floor in self._floor.items()}
         bounds[right.VALUE] = right.BOUND
         bounds[OF_PROMPTS] = bounds["logprobs"]
-        outcome = Outcome(Tally(bounds), inconclusive=floor_fault(self._floor, engine.dtype))
+        outcome = Outcome(
+            Tally(bounds),
+            inconclusive=floor_fault(self._floor, engine.arithmetic),
+            graphs=self._request.graphs,
+        )
         events, candidate = case.workload(), self._request.pair[1]
         for mode, schedule in _modes(case, self._request.pair):
             self._compare(engine, case, outcome, events, mode, schedule)
@@ -188,6 +207,7 @@ class _Bench:
             candidate=candidate, forced=mode == "forced", schedule=schedule, listener=listen
         )
         engine.run(events, settings)
+        _count_modes(outcome, engine, candidate)
         if first:
             outcome.events["aborts"] = sum(isinstance(event, Abort) for event in events)
         if engine.worker.refusal is not None:
@@ -201,7 +221,7 @@ class _Bench:
             feature=case.feature,
             pair=self._request.pair,
             verdict=verdict,
-            summary=summary,
+            summary=_with_remark(summary, case),
             modes=tuple(outcome.modes),
             steps=outcome.steps,
             request_steps=outcome.request_steps,
@@ -210,11 +230,12 @@ class _Bench:
             noise_floor=self._floor or {},
             memory=outcome.memory,
             latency=outcome.latency,
+            steps_by_mode=outcome.steps_by_mode,
             logit_diffs=outcome.logit_diffs,
             first_divergence=outcome.tally.first,
             error=outcome.crash,
             command=_command(case, self._request),
-            environment=self._environment,
+            environment=self._environment | self._engine_facts,
         )
 
 
@@ -222,18 +243,25 @@ def _command(case: Case, request: RunRequest) -> str:
     parts = ["mrv2-diff", "run", "--case", case.id, "--pair", ",".join(request.pair)]
     if request.model is not None:
         parts += ["--model", request.model.name]
+    if request.graphs != "none":
+        parts += ["--graphs", request.graphs]
     return shlex.join(parts)
 
 
+def _with_remark(summary: str, case: Case) -> str:
+    return f"{summary}; {case.remark}" if case.remark else summary
+
+
 def _record_apart(case: Case, request: RunRequest, environment: dict[str, str]) -> Record:
-    found = run_apart(case, request.model or cached_model(case.engine.model))
+    model = request.model or cached_model(case.engine.model)
+    found = run_apart(case, model, device.kind(), request.graphs)
     return Record(
         id=case.id,
         area=case.area,
         feature=case.feature,
         pair=request.pair,
         verdict=found.verdict,
-        summary=found.summary,
+        summary=_with_remark(found.summary, case),
         modes=(MODE,),
         steps=found.steps,
         request_steps=found.tokens.compared,
@@ -284,8 +312,10 @@ def _modes(case: Case, pair: tuple[str, str]) -> list[tuple[str, str]]:
     if case.deterministic:
         modes.append(("free", "same"))
     if pair[0] == pair[1]:
-        seeded = any(isinstance(event, Add) and event.seed is not None for event in case.workload())
         # V1 on a CPU fails on a seeded request whose prompt is cut into chunks.
+        seeded = device.kind() == "cpu" and any(
+            isinstance(event, Add) and event.seed is not None for event in case.workload()
+        )
         modes.extend(
             ("forced", schedule)
             for schedule in noise.SCHEDULES
@@ -315,6 +345,20 @@ def _count_events(events: dict[str, int], report: StepReport) -> None:
     }
     for kind, count in counts.items():
         events[kind] = events.get(kind, 0) + count
+
+
+def _count_modes(outcome: Outcome, engine: LockstepEngine, candidate: str) -> None:
+    """Add how the steps of a pass that has just ended reached the device."""
+    subjects: dict[str, Subject] = {"reference": engine.worker.reference}
+    if engine.worker.crash is None:
+        subjects["candidate"] = engine.worker.candidate(candidate)
+    names = _sides(candidate)
+    for side, subject in subjects.items():
+        modes = subject.steps_by_mode()
+        if modes or outcome.graphs != "none":
+            counted = outcome.steps_by_mode.setdefault(names[side], {})
+            for mode, count in modes.items():
+                counted[mode] = counted.get(mode, 0) + count
 
 
 def _measure_latency(
@@ -347,7 +391,9 @@ def _measure_memory(
     engine: LockstepEngine, events: tuple[Event, ...], candidate: str, outcome: Outcome
 ) -> None:
     steps_a_pass = outcome.steps // max(len(outcome.modes), 1)
-    meter = instruments.MemoryMeter(every=max(1, steps_a_pass // _MEASURED_STEPS))
+    meter = instruments.MemoryMeter(
+        every=max(1, steps_a_pass // _MEASURED_STEPS), device=engine.worker.device
+    )
     settings = Pass(
         candidate=candidate,
         forced=False,

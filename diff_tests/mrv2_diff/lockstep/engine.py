@@ -17,6 +17,7 @@ from vllm.distributed import cleanup_dist_env_and_memory  # noqa: E402
 from vllm.sampling_params import StructuredOutputsParams  # noqa: E402
 
 from mrv2_diff.case import Abort, Add, EngineSpec, Event  # noqa: E402
+from mrv2_diff.lockstep import device  # noqa: E402
 from mrv2_diff.lockstep.worker import LockstepWorker, Pass  # noqa: E402
 from mrv2_diff.right_values import Markers  # noqa: E402
 
@@ -37,14 +38,19 @@ class LockstepEngine:
     Args:
         spec: The engine's sizes.
         model: Folder of the checkpoint.
+        graphs: One of `GRAPHS` of a case: how its steps may reach the device.
+
+    Raises:
+        ConfigError: There are no such graphs on this device.
     """
 
-    def __init__(self, spec: EngineSpec, model: Path) -> None:
+    def __init__(self, spec: EngineSpec, model: Path, graphs: str = "none") -> None:
+        device.check_graphs(graphs)
         if "OMP_NUM_THREADS" not in os.environ and torch.get_num_threads() != THREADS:
             torch.set_num_threads(THREADS)
         self._llm: Any = LLM(
             model=str(model),
-            **spec.arguments(),
+            **spec.arguments(device.kind(), graphs),
             worker_cls=f"{LockstepWorker.__module__}.{LockstepWorker.__qualname__}",
         )
         self._engine: Any = self._llm.llm_engine
@@ -52,6 +58,8 @@ class LockstepEngine:
         self.worker: LockstepWorker = self._engine.model_executor.driver_worker.worker
         self.dtype = str(self._engine.vllm_config.model_config.dtype).removeprefix("torch.")
         """Of the model, by torch's name."""
+        self.arithmetic = device.arithmetic(self.dtype)
+        """In which it is computed."""
         self.logprobs_mode = spec.logprobs_mode
         self.markers = _markers(self._engine.vllm_config.reasoning_config)
         """Of thinking sections."""
@@ -125,6 +133,7 @@ class LockstepEngine:
 
     def close(self) -> None:
         """Shut the engine down and free what it held in this process."""
+        self.worker.forget_candidates()
         self._engine.engine_core.shutdown()
         del self._llm, self._engine, self._core, self.worker
         cleanup_dist_env_and_memory()

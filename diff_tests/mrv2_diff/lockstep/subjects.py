@@ -6,6 +6,7 @@ runner that this harness built itself. Ours reports through its trace.
 """
 
 import gc
+from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
@@ -17,7 +18,6 @@ from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
-from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
 from mrv2.batch.inputs import InputBatch
 from mrv2.errors import UnsupportedByRunner
@@ -25,6 +25,7 @@ from mrv2.sampling.sampler import SamplerOutput
 from mrv2.trace import Probe
 from mrv2_compat.vllm_v1.refusals import config_refusals
 from mrv2_compat.vllm_v1.runner import VllmRunner
+from mrv2_diff.lockstep import device
 from mrv2_diff.observation import Ints, Observation, ObservedLogprobs
 
 POISON = 977.0
@@ -63,6 +64,16 @@ class Subject(Protocol):
     def kv_tensors(self) -> list[Tensor]:
         """Return the KV cache of each layer."""
 
+    def steps_by_mode(self) -> dict[str, int]:
+        """Return how many steps since `reset` reached the device in each way.
+
+        By the names of `GraphMode`. Empty where the runner does not say.
+        """
+
+
+_V1_MODES = {"NONE": "eager", "PIECEWISE": "forward", "FULL": "decode"}
+"""What V1 calls them. A full graph holds its forward alone."""
+
 
 class V1Subject:
     """vLLM's V1 runner.
@@ -71,20 +82,21 @@ class V1Subject:
         runner: Built by the worker or by `build`.
     """
 
-    def __init__(self, runner: CPUModelRunner) -> None:
+    def __init__(self, runner: Any) -> None:
         self.runner: Any = runner
         self._observing = False
         self._forcing = _ForcingSampler(runner.sampler)
         self._processed: Tensor | None = None
         self._output: ModelRunnerOutput | None = None
+        self._num_steps: Counter[str] = Counter()
         runner.sampler.sample = self._keeping_unscaled(runner.sampler.sample)
         runner.sampler.topk_topp_sampler.register_forward_pre_hook(self._keep_processed)
         runner.sampler = self._forcing
 
     @classmethod
-    def build(cls, vllm_config: VllmConfig) -> "V1Subject":
-        """Build a runner of its own."""
-        return cls(CPUModelRunner(vllm_config, torch.device("cpu")))
+    def build(cls, vllm_config: VllmConfig, on: torch.device) -> "V1Subject":
+        """Build a runner of its own on a device."""
+        return cls(device.v1_runner_class()(vllm_config, on))
 
     def observe(self, on: bool) -> None:
         """Start or stop copying logits."""
@@ -101,6 +113,8 @@ class V1Subject:
         self._forcing.force(forced, self.runner.input_batch.req_ids)
         output: ModelRunnerOutput = self.runner.sample_tokens(grammar)
         self._output = output
+        if output.cudagraph_stats is not None:
+            self._num_steps[_V1_MODES[output.cudagraph_stats.runtime_mode]] += 1
         return output
 
     def observation(self) -> Observation:
@@ -126,8 +140,8 @@ class V1Subject:
                 for table in runner.input_batch.block_table.block_tables
             ),
             draw_ids=[output.req_ids[index] for index in drawn],
-            logits=raw[drawn],
-            processed_logits=processed[drawn],
+            logits=raw.cpu()[drawn],
+            processed_logits=processed.cpu()[drawn],
             tokens=_ints(own)[drawn],
             drawn=_ints(own)[drawn],
             logprobs=_v1_logprobs(output, drawn),
@@ -154,11 +168,21 @@ class V1Subject:
             raise RuntimeError(
                 f"V1 still holds {sorted(self.runner.requests)}; drain the engine first"
             )
+        self._num_steps.clear()
         poison(self.kv_tensors())
 
     def kv_tensors(self) -> list[Tensor]:
         """Return the KV cache of each layer."""
         return list(self.runner.kv_caches)
+
+    def attention(self) -> list[str]:
+        """Return the names of the attention backends."""
+        groups = [group for row in self.runner.attn_groups for group in row]
+        return sorted({group.backend.get_name() for group in groups})
+
+    def steps_by_mode(self) -> dict[str, int]:
+        """Return what V1 says of its steps, which it does where an engine has graphs."""
+        return dict(self._num_steps)
 
     def _keeping_unscaled(self, sample: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap the sampler's draw: what a batch of greedy requests is drawn from is its input."""
@@ -182,14 +206,15 @@ class Mrv2Subject:
 
     Args:
         vllm_config: A private copy of the engine's config.
+        on: The device.
     """
 
-    def __init__(self, vllm_config: VllmConfig) -> None:
+    def __init__(self, vllm_config: VllmConfig, on: torch.device) -> None:
         refused = config_refusals(vllm_config)
         if refused:
             raise UnsupportedByRunner([str(refusal) for refusal in refused])
         self._trace = _StepCopies()
-        self.runner: Any = VllmRunner(vllm_config, torch.device("cpu"), self._trace)
+        self.runner: Any = VllmRunner(vllm_config, on, self._trace)
         self._output: ModelRunnerOutput | None = None
 
     def observe(self, on: bool) -> None:
@@ -235,8 +260,12 @@ class Mrv2Subject:
         """Return the KV cache of each layer."""
         return list(self.runner.kv_caches)
 
+    def steps_by_mode(self) -> dict[str, int]:
+        """Return what our runner counted."""
+        return {mode: count for mode, count in self.runner.steps_by_mode.items() if count}
 
-SUBJECTS: dict[str, Callable[[VllmConfig], Subject]] = {
+
+SUBJECTS: dict[str, Callable[[VllmConfig, torch.device], Subject]] = {
     "v1": V1Subject.build,
     "mrv2": Mrv2Subject,
 }
@@ -280,9 +309,10 @@ class _ForcingSampler(nn.Module):
         self.own_choice: Tensor | None = None
         self._forced: Forced | None = None
         self._req_ids: list[str] = []
-        # The runner scores prompts with these.
+        # The runner scores prompts with these, and asks for the mode in its warm-up.
         self.compute_logprobs: Callable[..., Any] = sampler.compute_logprobs
         self.gather_logprobs: Callable[..., Any] = sampler.gather_logprobs
+        self.logprobs_mode: str = sampler.logprobs_mode
 
     def force(self, forced: Forced | None, req_ids: list[str]) -> None:
         """Set the tokens of the next step, by request, and the order of the batch."""
@@ -310,8 +340,8 @@ class _StepCopies:
         self._values: dict[str, Any] = {}
 
     def wants(self, probe: Probe) -> bool:
-        """Return True: every value is kept."""
-        return True
+        """Say whether values are kept; a pass that measures makes none only to be seen."""
+        return self.observing
 
     def record(self, probe: Probe, value: object) -> None:
         """Copy what an observation needs."""
@@ -355,8 +385,8 @@ class _StepCopies:
             seq_lens=values["seq_lens"],
             slots=values["slots"],
             draw_ids=draw_ids,
-            logits=values["logits"][rows],
-            processed_logits=values["processed_logits"][rows],
+            logits=values["logits"].cpu()[rows],
+            processed_logits=values["processed_logits"].cpu()[rows],
             tokens=np.array([token for _, token in returned], dtype=np.int64),
             drawn=values["tokens"][rows],
             logprobs=_returned_logprobs(output),

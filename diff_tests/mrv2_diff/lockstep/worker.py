@@ -1,4 +1,4 @@
-"""A CPU worker whose V1 runner drives the engine while a candidate runs the same steps beside it.
+"""A worker whose V1 runner drives the engine while a candidate runs the same steps beside it.
 
 The candidate has its own deep copy of the config (so its layers register apart), its own KV cache,
 and the reference's weights. It is given a deep copy of every SchedulerOutput, in the form that the
@@ -18,9 +18,9 @@ from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.outputs import ModelRunnerOutput
-from vllm.v1.worker.cpu_worker import CPUWorker
 
 from mrv2.errors import UnsupportedByRunner
+from mrv2_diff.lockstep import device
 from mrv2_diff.lockstep.schedules import SCHEDULES
 from mrv2_diff.lockstep.subjects import SUBJECTS, Subject, V1Subject, initialize, load
 from mrv2_diff.observation import Observation, merge
@@ -78,8 +78,11 @@ class Pass:
     listener: Callable[[StepReport], None]
 
 
-class LockstepWorker(CPUWorker):
-    """vLLM's CPU worker with a candidate beside its V1 runner."""
+_Worker: Any = device.worker_class()
+
+
+class LockstepWorker(_Worker):
+    """vLLM's worker for this device, with a candidate beside its V1 runner."""
 
     def init_device(self) -> None:
         """Build the reference; keep a copy of the config from before any model was built."""
@@ -122,6 +125,11 @@ class LockstepWorker(CPUWorker):
         """
         self._pass = self._report = None
         self._steps = []
+
+    def forget_candidates(self) -> None:
+        """Let go of every candidate with its KV cache and graphs."""
+        self.end()
+        self._candidates.clear()
 
     def candidate(self, name: str) -> Subject:
         """Return a candidate, building it at its first use."""
@@ -180,10 +188,12 @@ class LockstepWorker(CPUWorker):
         assert self._kv_cache_config is not None
         config = self._candidate_config()
         with set_current_vllm_config(config):
-            subject: Subject = SUBJECTS[name](config)
+            subject: Subject = SUBJECTS[name](config, self.device)
             load(subject, config, self._reference.runner.get_model())
             subject.runner.get_kv_cache_spec()
             initialize(subject, copy.deepcopy(self._kv_cache_config))
+            if not config.model_config.enforce_eager:
+                subject.runner.capture_model()  # the worker does it for the reference alone
         return subject
 
     def _candidate_config(self) -> VllmConfig:
@@ -238,7 +248,7 @@ class LockstepWorker(CPUWorker):
         assert settings is not None
         assert report is not None
         candidate = self.candidate(settings.candidate)
-        state = torch.random.get_rng_state()
+        state = device.random_state(self.device)
         parts = []
         for step in self._steps:
             output = self._timed("candidate", partial(candidate.execute, step))
@@ -248,7 +258,7 @@ class LockstepWorker(CPUWorker):
             if settings.observe:
                 parts.append(candidate.observation())
         self._steps = []
-        torch.random.set_rng_state(state)
+        device.restore_random_state(self.device, state)
         if parts:
             report.candidate = merge(parts)
 

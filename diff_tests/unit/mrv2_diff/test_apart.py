@@ -20,7 +20,8 @@ CRASHED = Found(outcome=None, error="Traceback\nRuntimeError: no offset\n")
 
 
 def _case(candidate: str = "mrv2", right: str = "mrv2", raises: str | None = "no offset") -> Case:
-    variants: dict[str, Any] = {"candidate": candidate, "right": right}
+    runners: dict[str, Any] = {"candidate": candidate, "right": right}
+    variants: dict[str, Any] = {name: Variant(runner=each) for name, each in runners.items()}
     return Case(
         id="made-up",
         area="nothing",
@@ -32,7 +33,7 @@ def _case(candidate: str = "mrv2", right: str = "mrv2", raises: str | None = "no
             reference=Variant(runner="v1"),
             raises=raises,
             why="made up",
-            **{name: Variant(runner=runner) for name, runner in variants.items()},
+            **variants,
         ),
     )
 

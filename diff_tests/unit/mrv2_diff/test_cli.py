@@ -368,6 +368,26 @@ def test_resume_takes_only_records_of_the_same_pair_and_model(
     assert str(tmp_path) not in " ".join(labels)
 
 
+def test_resume_takes_only_records_of_the_same_graphs(fake: FakeHarness, tmp_path: Path) -> None:
+    options = ("--out", tmp_path, "--case", "greedy", "--resume")
+    graphs = ("--graphs", "FULL_DECODE_ONLY")
+    assert fake("run", *options) == 0
+    assert fake("run", *options) == 0
+    assert fake.ran == ["greedy"]
+    fake.environment["graphs"] = graphs[1]
+    assert fake("run", *options, *graphs) == 0
+    assert fake("run", *options, *graphs) == 0
+    assert fake.ran == ["greedy"] * 2
+    assert [selection.graphs for selection in fake.selections] == ["none", graphs[1]]
+
+
+def test_graphs_of_another_name_are_refused(fake: FakeHarness, capsys: Capture) -> None:
+    with pytest.raises(SystemExit) as stop:
+        fake("run", "--graphs", "FULL")
+    assert stop.value.code == 2
+    assert "FULL_DECODE_ONLY" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("name", "now"),
     [

@@ -330,7 +330,7 @@ def test_a_floor_that_is_too_high_excuses_no_integer_and_no_crash(observe: Obser
 @pytest.mark.parametrize("dtype", MAX_FLOOR)
 @pytest.mark.parametrize("value", ["logits", "processed_logits", "logprobs"])
 def test_a_floor_has_a_bound_in_every_value(dtype: str, value: str) -> None:
-    bits = {"float32": 0, "bfloat16": 16, "float16": 13}[dtype]
+    bits = {"float32": 0, "tf32": 13, "bfloat16": 16, "float16": 13}[dtype]
     limit = MAX_FLOOR[dtype] * 2**bits
     floor = {"logits": 1.0, "processed_logits": 0.0, "logprobs": 2.0}
     assert floor_fault({**floor, value: limit}, dtype) is None
@@ -344,6 +344,30 @@ def test_a_dtype_without_a_bound_is_named() -> None:
     fault = floor_fault({"logits": 0.0}, "float64")
     assert fault is not None
     assert "float64" in fault
+
+
+# CUDA graphs.
+
+
+@pytest.mark.parametrize("idle", ["v1", "mrv2"])
+def test_where_a_runner_replayed_nothing_the_case_does_not_pass(
+    observe: Observe, idle: str
+) -> None:
+    step = observe(num_logprobs=3)
+    modes = {name: {"eager": 4, "decode": 9} for name in ("v1", "mrv2")}
+    outcome = _run(_outcome(graphs="FULL_DECODE_ONLY", steps_by_mode=modes), step, step)
+    assert _judge(outcome)[0] is Verdict.MATCH
+    del modes[idle]["decode"]
+    verdict, summary = _judge(outcome)
+    assert verdict is Verdict.MISSING
+    assert f"decodes that {idle} replayed from graphs (its steps: {{'eager': 4}})" in summary
+
+
+def test_where_nobody_says_how_steps_ran_the_case_does_not_pass(observe: Observe) -> None:
+    step = observe(num_logprobs=3)
+    verdict, summary = _judge(_run(_outcome(graphs="FULL_DECODE_ONLY"), step, step))
+    assert verdict is Verdict.MISSING
+    assert summary == "nothing was compared of: decodes replayed from graphs"
 
 
 # What a workload says.
