@@ -42,9 +42,9 @@ def render_committed(root: Path) -> str:
         ValueError: A file there holds something that is no record. Names file and line.
     """
     kept = [
-        (f"vLLM {path.parent.name}, {path.stem}: {' and '.join(pair)}", pair, records)
+        (f"vLLM {path.parent.name}, {path.stem}: {' and '.join(pair)}{graphs}", pair, records)
         for path in sorted((root / "parity").glob("*/*.jsonl"))
-        for pair, records in _latest(path).items()
+        for (pair, graphs), records in _latest(path).items()
     ]
     sections = []
     for title, pair, here in kept:
@@ -55,11 +55,16 @@ def render_committed(root: Path) -> str:
     return markdown.document(sections or [_NO_RECORDS], _COMMITTED_PREFACE)
 
 
-def _latest(path: Path) -> dict[tuple[str, str], dict[str, Record]]:
-    """Return, by pair and case, the last record in a file that is only ever appended to."""
-    latest: dict[tuple[str, str], dict[str, Record]] = {}
+def _latest(path: Path) -> dict[tuple[tuple[str, str], str], dict[str, Record]]:
+    """Return the last record of each case in a file that is only ever appended to.
+
+    By pair and by what a title says of CUDA graphs, nothing where there were none.
+    """
+    latest: dict[tuple[tuple[str, str], str], dict[str, Record]] = {}
     for kept in records_file.read(path):
-        latest.setdefault(kept.pair, {})[kept.id] = kept
+        graphs = kept.environment.get("graphs", "none")
+        said = "" if graphs == "none" else f", CUDA graphs {graphs}"
+        latest.setdefault((kept.pair, said), {})[kept.id] = kept
     return latest
 
 

@@ -1,13 +1,15 @@
 """What three engines of their own did, judged without starting one."""
 
 import dataclasses
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from mrv2_diff.apart import Found, judge_apart
+from mrv2_diff import apart
+from mrv2_diff.apart import Found, judge_apart, run_apart
 from mrv2_diff.case import Add, Apart, Case, EngineSpec, Variant
-from mrv2_diff.drivers.one_engine import OURS, Continuation, Outcome
+from mrv2_diff.drivers.one_engine import OURS, Continuation, Job, Outcome
 from mrv2_diff.models.spec import ModelSpec
 from mrv2_diff.verdict import Verdict
 
@@ -104,3 +106,27 @@ def test_a_reference_is_wrong_only_where_its_greedy_tokens_are() -> None:
     drawn_otherwise = _found(random=[0, 0, 0], ours=False)
     assert judge_apart(case, drawn_otherwise, _found(), right).verdict is Verdict.MISSING
     assert judge_apart(case, CRASHED, _found(), right).verdict is Verdict.INCONCLUSIVE
+
+
+@pytest.mark.parametrize("replayed", [0, 9])
+def test_with_graphs_ours_must_have_replayed(
+    monkeypatch: pytest.MonkeyPatch, replayed: int
+) -> None:
+    jobs: list[Job] = []
+
+    def run_job(job: Job, runner: str) -> Outcome:
+        jobs.append(job)
+        found = _found(ours=runner == "mrv2").outcome
+        assert found is not None
+        return dataclasses.replace(found, steps_by_mode={"eager": 3, "decode": replayed})
+
+    monkeypatch.setattr(apart, "run_job", run_job)
+    case = _case(raises=None, right="v1")
+    findings = run_apart(case, Path("model"), "cuda", "FULL_DECODE_ONLY")
+    assert {job.engine["compilation_config"]["cudagraph_mode"] for job in jobs} == {
+        "FULL_DECODE_ONLY"
+    }
+    assert {job.engine["attention_backend"] for job in jobs} == {"TRITON_ATTN"}
+    assert findings.verdict is Verdict.MISSING
+    assert ("no decode was replayed" in findings.summary) == (replayed == 0)
+    assert ("was expected to be wrong and is not" in findings.summary) == (replayed > 0)

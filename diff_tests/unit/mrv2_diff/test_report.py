@@ -304,6 +304,19 @@ def test_kept_records_give_one_table_a_device(tmp_path: Path, make_record: MakeR
     assert "| Greedy decoding | sampling-greedy | not run |" in second
 
 
+def test_kept_records_with_graphs_have_a_table_of_their_own(
+    tmp_path: Path, make_record: MakeRecord
+) -> None:
+    file = tmp_path / "parity" / "0.33.0" / "h200.jsonl"
+    for graphs in ("none", "FULL_DECODE_ONLY"):
+        records_file.append(file, make_record(environment={"graphs": graphs}))
+    eager, replayed = render_committed(tmp_path).split("## vLLM ")[1:]
+    assert eager.startswith("0.33.0, h200: v1 and mrv2\n")
+    assert replayed.startswith(r"0.33.0, h200: v1 and mrv2, CUDA graphs FULL_DECODE_ONLY")
+    assert "1 case: 1 match." in eager
+    assert "1 case: 1 match." in replayed
+
+
 def test_without_kept_records_the_page_says_so(tmp_path: Path) -> None:
     assert "No records are kept yet." in render_committed(tmp_path)
 
