@@ -61,7 +61,12 @@ from mrv2_compat.vllm_v1.refusals import backend_refusals, kv_cache_refusals
 from mrv2_compat.vllm_v1.schedulers import require_scheduler
 from mrv2_compat.vllm_v1.surface import raise_missing
 from mrv2_compat.vllm_v1.translate_in import plan_step
-from mrv2_compat.vllm_v1.translate_out import AsyncOutput, model_runner_output, with_failures
+from mrv2_compat.vllm_v1.translate_out import (
+    AsyncOutput,
+    BatchIndices,
+    model_runner_output,
+    with_failures,
+)
 
 
 class VllmRunner:
@@ -110,6 +115,7 @@ class VllmRunner:
         self._core: Runner | None = None
         self._step: StepInFlight | None = None
         self._processors: CustomProcessors | None = None
+        self._indices = BatchIndices()
         self._graph_sizes = GraphSizes()
         self._is_captured = False
 
@@ -330,8 +336,8 @@ class VllmRunner:
             failures = self._processors.take_failures()
             require_scheduler(failures, self.scheduler_config.scheduler_cls)
         if self.scheduler_config.async_scheduling:
-            return AsyncOutput(pending, failures)
-        return with_failures(model_runner_output(pending.wait()), failures)
+            return AsyncOutput(pending, failures, self._indices)
+        return with_failures(model_runner_output(pending.wait(), self._indices), failures)
 
     def take_draft_token_ids(self) -> DraftTokenIds | None:
         """Return None: speculative decoding is refused."""

@@ -15,14 +15,35 @@ from vllm.v1.outputs import (
 from mrv2 import PendingOutput, RunnerOutput
 
 
-def model_runner_output(output: RunnerOutput) -> ModelRunnerOutput:
+class BatchIndices:
+    """Where each request of a batch is; a batch that goes on keeps its list, and its indices."""
+
+    def __init__(self) -> None:
+        self._last: tuple[list[str], dict[str, int]] = [], {}
+
+    def of(self, req_ids: list[str]) -> dict[str, int]:
+        """Return the index of each request; shared with later steps, so nobody may change it."""
+        last, indices = self._last
+        if last is not req_ids:
+            indices = dict(zip(req_ids, range(len(req_ids)), strict=True))
+            self._last = req_ids, indices  # at once: outputs are made on a thread of their own
+        return indices
+
+
+def model_runner_output(
+    output: RunnerOutput, indices: BatchIndices | None = None
+) -> ModelRunnerOutput:
     """Return vLLM's form of a step's output.
 
     Every scheduled request is in it, those that drew nothing with an empty list.
+
+    Args:
+        output: The runner's.
+        indices: Those of earlier steps, used again where the batch is the same.
     """
     return ModelRunnerOutput(
         req_ids=output.req_ids,
-        req_id_to_index=dict(zip(output.req_ids, range(len(output.req_ids)), strict=True)),
+        req_id_to_index=(indices or BatchIndices()).of(output.req_ids),
         sampled_token_ids=output.token_ids,
         logprobs=_logprobs(output),
         prompt_logprobs_dict={
@@ -78,15 +99,20 @@ class AsyncOutput(AsyncModelRunnerOutput):
     Args:
         pending: The runner's.
         failures: Why requests of the step failed, by id.
+        indices: Those of earlier steps.
     """
 
-    def __init__(self, pending: PendingOutput, failures: Mapping[str, str]) -> None:
+    def __init__(
+        self, pending: PendingOutput, failures: Mapping[str, str], indices: BatchIndices
+    ) -> None:
         self._pending = pending
         self._failures = failures
+        self._indices = indices
 
     def get_output(self) -> ModelRunnerOutput:
         """Wait for the step and return its output."""
-        return with_failures(model_runner_output(self._pending.wait()), self._failures)
+        output = model_runner_output(self._pending.wait(), self._indices)
+        return with_failures(output, self._failures)
 
     def get_kv_connector_output(self) -> KVConnectorOutput | None:
         """Return nothing: KV connectors are refused."""

@@ -61,7 +61,7 @@ def test_an_output_in_flight_waits_once_it_is_asked_for() -> None:
             return output(None)
 
     pending: Any = Pending()
-    result = AsyncOutput(pending, {})
+    result = AsyncOutput(pending, {}, BatchIndices())
     assert pending.waited == 0
     assert result.get_output().sampled_token_ids == [[40], [], [41, 42]]
     assert pending.waited == 1
@@ -87,7 +87,7 @@ def test_a_request_that_failed_draws_nothing_and_the_others_what_they_drew() -> 
             return output(None)
 
     pending: Any = Pending()
-    late: Any = AsyncOutput(pending, {"c": "it raised"}).get_output()
+    late: Any = AsyncOutput(pending, {"c": "it raised"}, BatchIndices()).get_output()
     assert (late.sampled_token_ids, late.failures) == ([[40], [], []], {"c": "it raised"})
 
 
@@ -103,3 +103,13 @@ def test_prompt_logprobs_become_tensors_by_request() -> None:
     assert token_ids.flatten().tolist() == IDS.flatten().tolist()
     assert (values.tolist(), ranks.tolist()) == (VALUES.tolist(), RANKS.tolist())
     assert tuple(result["c"].logprobs.shape) == (0, 3), "a prompt of one token has no entry"
+
+
+def test_a_batch_that_goes_on_keeps_its_indices() -> None:
+    indices = BatchIndices()
+    names = ["b", "a"]
+    first = indices.of(names)
+    assert first == {"b": 0, "a": 1}
+    assert indices.of(names) is first
+    assert indices.of(["a"]) == {"a": 0}
+    assert indices.of(["b", "a"]) == first
