@@ -51,7 +51,7 @@ def test_a_requests_logprobs_are_found_behind_one_that_drew_nothing() -> None:
 
 
 def test_an_output_in_flight_waits_once_it_is_asked_for() -> None:
-    from mrv2_compat.vllm_v1.translate_out import AsyncOutput
+    from mrv2_compat.vllm_v1.translate_out import AsyncOutput, BatchIndices
 
     class Pending:
         waited = 0
@@ -69,7 +69,12 @@ def test_an_output_in_flight_waits_once_it_is_asked_for() -> None:
 
 
 def test_a_request_that_failed_draws_nothing_and_the_others_what_they_drew() -> None:
-    from mrv2_compat.vllm_v1.translate_out import AsyncOutput, OutputWithFailures, with_failures
+    from mrv2_compat.vllm_v1.translate_out import (
+        AsyncOutput,
+        BatchIndices,
+        OutputWithFailures,
+        with_failures,
+    )
 
     whole = translated(output(Logprobs(token_ids=IDS, values=VALUES, ranks=RANKS)))
     whole.prompt_logprobs_dict = {"a": None, "b": None}
@@ -106,6 +111,8 @@ def test_prompt_logprobs_become_tensors_by_request() -> None:
 
 
 def test_a_batch_that_goes_on_keeps_its_indices() -> None:
+    from mrv2_compat.vllm_v1.translate_out import BatchIndices
+
     indices = BatchIndices()
     names = ["b", "a"]
     first = indices.of(names)
