@@ -330,7 +330,7 @@ def _whole_number(high: int) -> Callable[[str], int]:
 def _run(arguments: argparse.Namespace, harness: Harness) -> int:
     pair = _pair(arguments.pair)
     selection = Selection(
-        cases=_runnable(_selected(harness, arguments.area, arguments.case), pair),
+        cases=_runnable(_selected(harness, arguments.area, arguments.case), pair, harness),
         pair=pair,
         model=_checked_model(arguments.model),
         graphs=arguments.graphs,
@@ -433,11 +433,12 @@ def _selected(harness: Harness, areas: Sequence[str], ids: Sequence[str]) -> tup
     return tuple(case for case in catalog.values() if every or case.area in areas or case.id in ids)
 
 
-def _runnable(cases: tuple[Case, ...], pair: tuple[str, str]) -> tuple[Case, ...]:
+def _runnable(cases: tuple[Case, ...], pair: tuple[str, str], harness: Harness) -> tuple[Case, ...]:
     """Return the cases without those in which V1 is known to be wrong, where V1 is both sides."""
     if pair[0] != pair[1]:
         return cases
-    runnable = tuple(case for case in cases if case.against_itself)
+    device = harness.device()
+    runnable = tuple(case for case in cases if case.on(device).against_itself)
     if not runnable:
         raise BadInputError("V1 is known to be wrong in these cases; compare it with mrv2 instead")
     return runnable

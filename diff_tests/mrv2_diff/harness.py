@@ -94,6 +94,8 @@ class Harness:
     run: Callable[[Selection, OnStep], Iterator[Record]]
     environment: Callable[[], Mapping[str, str]]
     """Returns what a record made now would be measured on."""
+    device: Callable[[], str]
+    """Returns `cpu` or `cuda`, where cases would run now."""
     bench: Callable[[int, int], BenchResult]
     """Measures so many decoding requests, over so many steps."""
     bench_apart: "Callable[[Options, Callable[[str], None]], Outcome]"
@@ -119,6 +121,7 @@ def installed_harness() -> Harness:
         cases=_cases,
         run=_run,
         environment=_environment,
+        device=_device,
         bench=_bench,
         bench_apart=_bench_apart,
         surface=_surface,
@@ -153,6 +156,13 @@ def _environment() -> Mapping[str, str]:
     from mrv2_diff.environment import collect
 
     return collect("cpu")
+
+
+def _device() -> str:
+    process.prepare()
+    from mrv2_diff.lockstep import device  # imports torch and vLLM: seconds
+
+    return device.kind()
 
 
 def _bench(num_requests: int, num_steps: int) -> BenchResult:

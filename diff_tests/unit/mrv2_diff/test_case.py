@@ -76,3 +76,18 @@ def test_what_v1s_kernel_does_otherwise_is_not_expected_on_a_cpu() -> None:
     here = case.on("cpu")
     assert here.departure is None
     assert here.remark == f"on cpu {case.departure.elsewhere}"
+
+
+@pytest.mark.parametrize(
+    ("name", "devices"),
+    [
+        ("lifecycle.greedy", DEVICES),
+        ("sampling.ties", {"cpu"}),
+        ("sampling.seeded_chunks", {"cuda"}),
+        ("sampling.ties_of_top_p", set()),
+    ],
+)
+def test_v1_is_compared_with_itself_where_it_does_nothing_wrong(
+    name: str, devices: set[str]
+) -> None:
+    assert {device for device in DEVICES if CASES[name].on(device).against_itself} == devices

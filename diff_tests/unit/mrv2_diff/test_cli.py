@@ -91,6 +91,7 @@ class FakeHarness:
     ran: list[str] = field(default_factory=list)
     selections: list[Selection] = field(default_factory=list)
     environment: dict[str, str] = field(default_factory=lambda: dict(ENVIRONMENT))
+    device: str = "cpu"
     ratio: float | BaseException = 0.5
     growths: tuple[float, float] = (1.0, 1.0)
     benched: list[tuple[int, int]] = field(default_factory=list)
@@ -140,6 +141,7 @@ class FakeHarness:
             cases=lambda: CATALOG,
             run=self.run,
             environment=lambda: self.environment,
+            device=lambda: self.device,
             bench=self.bench,
             bench_apart=self.bench_apart,
             surface=lambda: self.unknown,
@@ -231,6 +233,7 @@ def test_a_case_without_a_record_fails_the_run(
         cases=lambda: CATALOG,
         run=lambda selection, on_step: iter(()),
         environment=dict,
+        device=lambda: "cpu",
         bench=fake.bench,
         bench_apart=fake.bench_apart,
         surface=dict,
