@@ -83,15 +83,13 @@ def _decode_tokens_reference(
         draw_positions: [num_reqs] int64. Written: position of the token that is drawn, one past
             the step's own; `seq_lens` in another type.
     """
-    first = num_computed_tokens.index_select(0, rows)
-    positions.copy_(first)
-    torch.add(first, 1, out=seq_lens)
-    cells = torch.add(positions, rows.long(), alpha=token_table.shape[1])
-    torch.take(token_table, cells, out=input_ids)
-    idle = rows == idle_row
-    if idle.any():
-        for values in (input_ids, positions, seq_lens):
-            values.masked_fill_(idle, 0)
+    runs = rows != idle_row
+    torch.index_select(num_computed_tokens, 0, rows, out=seq_lens)
+    seq_lens.mul_(runs)
+    positions.copy_(seq_lens)
+    torch.take(token_table, positions.add(rows, alpha=token_table.shape[1]), out=input_ids)
+    input_ids.mul_(runs)
+    seq_lens.add_(runs)
     draw_positions.copy_(seq_lens)
 
 
@@ -182,16 +180,16 @@ def _decode_blocks_reference(
         slots: [num_reqs] int64. Written: block id * block_size + position % block_size, and -1
             where the length is 0.
     """
-    num_reqs = rows.shape[0]
-    columns = torch.arange(num_columns, dtype=torch.int32)
     blocks = table[:, :num_columns].index_select(0, rows)
-    out = gathered[:num_reqs, :num_columns]
-    out.copy_(torch.where(columns * block_size < seq_lens.unsqueeze(1), blocks, out))
-    position = seq_lens.long().sub_(1)
-    column = position.div(block_size, rounding_mode="floor").clamp_(min=0)
-    block_ids = blocks.gather(1, column.unsqueeze(1)).squeeze(1)
-    torch.add(position, block_ids - column, alpha=block_size, out=slots)
-    slots.masked_fill_(seq_lens == 0, -1)
+    out = gathered[: rows.shape[0], :num_columns]
+    first_tokens = torch.arange(0, num_columns * block_size, block_size, dtype=torch.int32)
+    torch.where(first_tokens < seq_lens[:, None], blocks, out, out=out)
+    torch.sub(seq_lens, 1, out=slots)
+    column = slots.div(block_size, rounding_mode="floor")
+    empty = column < 0  # whatever block is looked up for these
+    block_ids = table.take(column.add(rows, alpha=table.shape[1]))
+    slots.add_(block_ids.sub(column), alpha=block_size)
+    slots.masked_fill_(empty, -1)
 
 
 decode_blocks = TwinOp(

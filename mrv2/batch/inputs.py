@@ -93,12 +93,6 @@ def _gather_tokens_reference(
         seq_lens: [num_reqs] int32. Written: computed tokens with this step's.
     """
     first = num_computed_tokens.index_select(0, rows)
-    if max_query_len == 1 and rows.shape[0] == positions.shape[0]:  # every request has one token
-        positions.copy_(first)
-        torch.add(first, 1, out=seq_lens)
-        cells = torch.add(positions, rows.long(), alpha=token_table.shape[1])
-        torch.take(token_table, cells, out=input_ids)
-        return
     query_lens = query_start_loc.diff()
     batch_idx = torch.repeat_interleave(query_lens, output_size=positions.shape[0])
     torch.add(first, query_lens, out=seq_lens)
@@ -184,11 +178,6 @@ def _locate_logits_reference(
         positions: [num_logits] int64. Written: position of the token that the logit draws, one past
             its own.
     """
-    if max_num_logits == 1 and rows.shape[0] == positions.shape[0]:  # every request wants one
-        torch.sub(query_start_loc[1:], 1, out=logits_indices)
-        logit_rows.copy_(rows)
-        positions.copy_(seq_lens)
-        return
     batch_idx = torch.repeat_interleave(cu_num_logits.diff(), output_size=positions.shape[0])
     following = batch_idx + 1
     behind = cu_num_logits[following] - torch.arange(positions.shape[0], dtype=torch.int32)

