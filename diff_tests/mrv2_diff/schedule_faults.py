@@ -23,6 +23,7 @@ from mrv2 import runner
 from mrv2.batch.inputs import InputBuffers
 from mrv2.batch.layout import BatchLayout, Int32, is_next_decode, lay_out_next_decode
 from mrv2.memory.mirrored import MirroredTensor
+from mrv2.memory.ring import Slot
 from mrv2.memory.transfers import Transfers
 from mrv2.output import PendingOutput
 from mrv2.plan import NextDecode, Scheduled, StepPlan
@@ -77,9 +78,10 @@ def _event_before_the_copies() -> Iterator[None]:
         sampled: SamplerOutput,
         transfers: Transfers,
         prompt_scores: Mapping[str, PromptScores],
+        slot: Slot | None = None,
     ) -> None:
         ready = transfers.record()
-        init(self, layout, sampled, transfers, prompt_scores)
+        init(self, layout, sampled, transfers, prompt_scores, slot)
         self._ready = ready
 
     with patch.object(PendingOutput, "__init__", faulty):
