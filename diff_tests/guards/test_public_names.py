@@ -5,9 +5,13 @@ import mrv2
 PUBLIC = [
     "Arrival",
     "CapacityError",
+    "CaptureError",
     "ConfigError",
     "Continuation",
     "GrammarMask",
+    "Graph",
+    "GraphMaker",
+    "GraphSizes",
     "KVGroup",
     "LogitsView",
     "Logprobs",
