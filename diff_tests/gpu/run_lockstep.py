@@ -24,6 +24,7 @@ from pathlib import Path
 from mrv2_diff import record
 from mrv2_diff.case import GRAPHS, Case
 from mrv2_diff.catalog import CASES
+from mrv2_diff.cli import TRACEBACK_VAR
 from mrv2_diff.models import cached_model
 from mrv2_diff.record import Record
 
@@ -65,7 +66,12 @@ def run(part: Part, folder: Path, deadline: float) -> str:
     command += ["--out", str(out)]
     for case in part.cases:
         command += ["--case", case]
-    environment = {"VLLM_LOGGING_LEVEL": "ERROR", "OMP_NUM_THREADS": "1", **os.environ}
+    environment = {
+        "VLLM_LOGGING_LEVEL": "ERROR",
+        "OMP_NUM_THREADS": "1",
+        TRACEBACK_VAR: "1",
+        **os.environ,
+    }
     began = time.monotonic()
     with (folder / f"{part.name}.log").open("wb") as log:
         done = subprocess.run(

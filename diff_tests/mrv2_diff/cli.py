@@ -9,6 +9,7 @@ import difflib
 import json
 import os
 import sys
+import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -44,6 +45,9 @@ EXIT_INTERRUPTED = 130
 EXIT_READER_LEFT = 141
 """128 + SIGPIPE, as shells report it."""
 
+TRACEBACK_VAR = "MRV2_DIFF_TRACEBACK"
+"""Where it is set, what led to a message comes before it, such as why an engine did not start."""
+
 _SOURCES = ("commit", "mrv2", "vllm", "torch")
 """Of an environment: what decides the outcome of a case. A record of another one is out of date."""
 
@@ -65,6 +69,8 @@ def main(argv: Sequence[str] | None = None, *, harness: Harness | None = None) -
     try:
         return _COMMANDS[parsed.command](parsed, harness)
     except (BadInputError, RecordsFolderError) as error:
+        if os.environ.get(TRACEBACK_VAR):
+            traceback.print_exception(error)
         print(f"mrv2-diff {parsed.command}: {error}", file=sys.stderr)
         return EXIT_BAD_INPUT
     except KeyboardInterrupt:

@@ -41,7 +41,7 @@ examples:
 
 DIR/records.jsonl of a former run is kept as records.previous.jsonl, unless --resume is given. A
 resumed run repeats the cases whose records are of another commit or of other changes to it, or of
-another mrv2, vLLM or torch.
+another mrv2, vLLM or torch. MRV2_DIFF_TRACEBACK=1 shows what led to a message.
 The last line is `parity: N cases, N match, ...`.
 
 exit codes:

@@ -14,11 +14,11 @@ from pathlib import Path
 
 import pytest
 
-from mrv2.errors import UnsupportedByRunner
+from mrv2.errors import ConfigError, UnsupportedByRunner
 from mrv2_diff import help_texts
 from mrv2_diff import record as records_file
 from mrv2_diff.case import Case, EngineSpec
-from mrv2_diff.cli import main
+from mrv2_diff.cli import TRACEBACK_VAR, main
 from mrv2_diff.device_bench.bench import Outcome
 from mrv2_diff.device_bench.options import Options
 from mrv2_diff.harness import (
@@ -282,6 +282,24 @@ def test_a_configuration_that_a_runner_refuses_exits_2(
     fake.fails_at["greedy"] = UnsupportedByRunner(["lora: leave --enable-lora out"])
     assert fake("run", "--out", tmp_path) == 2
     assert "leave --enable-lora out" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("asked", [False, True])
+def test_what_led_to_a_message_is_told_where_it_is_asked_for(
+    fake: FakeHarness,
+    tmp_path: Path,
+    capsys: Capture,
+    monkeypatch: pytest.MonkeyPatch,
+    asked: bool,
+) -> None:
+    if asked:
+        monkeypatch.setenv(TRACEBACK_VAR, "1")
+    fake.fails_at["greedy"] = ConfigError("vLLM does not start")
+    fake.fails_at["greedy"].__cause__ = ValueError("out of memory")
+    assert fake("run", "--out", tmp_path) == 2
+    error = capsys.readouterr().err
+    assert error.endswith("mrv2-diff run: vLLM does not start\n")
+    assert ("ValueError: out of memory" in error) == asked
 
 
 def test_a_folder_that_cannot_be_written_is_named_before_anything_runs(
