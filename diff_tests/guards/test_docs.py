@@ -2,6 +2,7 @@
 
 import inspect
 import re
+from itertools import dropwhile, takewhile
 from pathlib import Path
 from typing import cast
 
@@ -92,8 +93,8 @@ def test_feature_table_names_the_file_of_every_stage() -> None:
 
 def feature_rows(text: str) -> dict[str, dict[str, str]]:
     """The cells of the table of served features, by case and by heading."""
-    lines = [line for line in text.splitlines() if line.startswith("|")]
-    table = lines[: next(i for i, line in enumerate(lines) if line.startswith("| Refused"))]
+    lines = dropwhile(lambda line: not line.startswith("|"), text.splitlines())
+    table = takewhile(lambda line: line.startswith("|"), lines)
     headings, _, *rows = ([cell.strip() for cell in line.strip("|").split("|")] for line in table)
     cells = [dict(zip(headings, row, strict=True)) for row in rows]
     return {case: row for row in cells for case in re.findall(r"`([^`]+)`", row["Cases"])}
