@@ -203,7 +203,7 @@ examples:
   mrv2-diff host-cost --steps 300 --out ./host-cost.svg
 
 exit codes:
-  0    both grow within the bound
+  0    both grow within their bounds
   1    one grows more
   2    bad input: a number out of bounds, a file that cannot be written
   130  interrupted""",
