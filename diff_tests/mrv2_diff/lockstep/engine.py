@@ -79,6 +79,13 @@ class LockstepEngine:
             self._drain()
             raise
 
+    def generate(self, prompts: list[list[int]], params: list[SamplingParams]) -> list[Any]:
+        """Let the reference run requests alone, as V1's users do; return vLLM's completions."""
+        self.worker.end()
+        asked = [{"prompt_token_ids": prompt} for prompt in prompts]
+        outputs = self._llm.generate(asked, params, use_tqdm=False)
+        return [output.outputs[0] for output in outputs]
+
     def _drive(self, events: tuple[Event, ...]) -> None:
         waiting, step, idle = list(events), 0, 0
         while waiting or self._core.scheduler.has_requests():
