@@ -60,6 +60,8 @@ class LockstepEngine:
         """Of the model, by torch's name."""
         self.arithmetic = device.arithmetic(self.dtype)
         """In which it is computed."""
+        self.num_aborted = 0
+        """Requests that the last workload gave up before they had ended."""
         self.logprobs_mode = spec.logprobs_mode
         self.markers = _markers(self._engine.vllm_config.reasoning_config)
         """Of thinking sections."""
@@ -72,12 +74,20 @@ class LockstepEngine:
             RuntimeError: Requests wait and nothing can be scheduled.
         """
         self._engine.reset_prefix_cache()
+        self.num_aborted = 0
         self.worker.begin(settings)
         try:
             self._drive(events)
         except BaseException:
             self._drain()
             raise
+
+    def generate(self, prompts: list[list[int]], params: list[SamplingParams]) -> list[Any]:
+        """Let the reference run requests alone, as V1's users do; return vLLM's completions."""
+        self.worker.end()
+        asked = [{"prompt_token_ids": prompt} for prompt in prompts]
+        outputs = self._llm.generate(asked, params, use_tqdm=False)
+        return [output.outputs[0] for output in outputs]
 
     def _drive(self, events: tuple[Event, ...]) -> None:
         waiting, step, idle = list(events), 0, 0
@@ -94,6 +104,7 @@ class LockstepEngine:
 
     def _apply(self, event: Event) -> None:
         if isinstance(event, Abort):
+            self.num_aborted += event.req_id in self._core.scheduler.requests
             self._core.abort_requests([event.req_id])
             return
         self._core.add_request(*self._core.preprocess_add_request(self._request(event)))

@@ -137,6 +137,19 @@ class LockstepWorker(_Worker):
             self._candidates[name] = self._build(name)
         return self._candidates[name]
 
+    def candidate_config(self) -> VllmConfig:
+        """Return a copy of the engine's config in which no layer is registered."""
+        config = copy.deepcopy(self._pristine)
+        for name in _COPIED_FROM_CACHE_CONFIG:
+            if hasattr(self.vllm_config.cache_config, name):
+                setattr(config.cache_config, name, getattr(self.vllm_config.cache_config, name))
+        return config
+
+    def kv_cache_config(self) -> KVCacheConfig:
+        """Return a copy of what the engine settled for the KV cache."""
+        assert self._kv_cache_config is not None
+        return copy.deepcopy(self._kv_cache_config)
+
     @property
     def reference(self) -> V1Subject:
         """The runner that drives the engine."""
@@ -185,23 +198,15 @@ class LockstepWorker(_Worker):
         return output
 
     def _build(self, name: str) -> Subject:
-        assert self._kv_cache_config is not None
-        config = self._candidate_config()
+        config = self.candidate_config()
         with set_current_vllm_config(config):
             subject: Subject = SUBJECTS[name](config, self.device)
             load(subject, config, self._reference.runner.get_model())
             subject.runner.get_kv_cache_spec()
-            initialize(subject, copy.deepcopy(self._kv_cache_config))
+            initialize(subject, self.kv_cache_config())
             if not config.model_config.enforce_eager:
                 subject.runner.capture_model()  # the worker does it for the reference alone
         return subject
-
-    def _candidate_config(self) -> VllmConfig:
-        config = copy.deepcopy(self._pristine)
-        for name in _COPIED_FROM_CACHE_CONFIG:
-            if hasattr(self.vllm_config.cache_config, name):
-                setattr(config.cache_config, name, getattr(self.vllm_config.cache_config, name))
-        return config
 
     def _finish_empty(self) -> None:
         self._contained(self._run_empty)

@@ -11,7 +11,8 @@ from msgspec.structs import replace
 
 from mrv2_compat.vllm_v1.refusals import request_refusals
 from mrv2_diff.schedules.actions import Arrive, Drain, Reset, Setup
-from mrv2_diff.schedules.driver import Driver, Logprobs, Turn, sampling_params
+from mrv2_diff.schedules.driver import Driver, Logprobs, Turn
+from mrv2_diff.schedules.params import sampling_params
 from mrv2_diff.schedules.result import InvarianceResult, Row
 
 # isort: split
