@@ -17,7 +17,13 @@ from mrv2_diff.models.checkpoint import cached_model
 from mrv2_diff.models.spec import ModelSpec
 from mrv2_diff.models.tokenizer import EOS_ID, VOCAB_SIZE
 from mrv2_diff.schedules import generator
-from mrv2_diff.schedules.actions import Action, Arrive, Model, Setup
+from mrv2_diff.schedules.actions import (
+    PREFIX_LEN,
+    Action,
+    Arrive,
+    Model,
+    Setup,
+)
 from mrv2_diff.schedules.driver import Driver
 from mrv2_diff.schedules.engine import ScheduledEngine, settle
 from mrv2_diff.schedules.expected import Expected, up_to
@@ -52,6 +58,9 @@ SETUPS: tuple[Setup, ...] = tuple(
 )
 """A request takes one to four blocks, so several do not fit; a prefix of 40 tokens fills one."""
 
+_LONG_PREFIX = 17
+"""From as many tokens on, a prefix is made long enough for a block."""
+_LONGER = 4
 _MARGIN = 1e-4
 """Two logits that are closer, relative to their size, may change places when rounded otherwise;
 float32 resolves a thousandth of it."""
@@ -127,7 +136,7 @@ class TinyBench:
 
     def actions(self, seed: int, setup: Setup, count: int) -> Iterator[Action]:
         """Yield so many random actions; V1 runs their requests first."""
-        drawn = [_greedy(action) for action in generator.actions(seed, setup, count)]
+        drawn = [_adapted(action) for action in generator.actions(seed, setup, count)]
         self.expectations.prepare(drawn)
         return iter(drawn)
 
@@ -166,8 +175,17 @@ class _TinyEngine(ScheduledEngine):
         """
 
 
-def _greedy(action: Action) -> Action:
-    return replace(action, temperature=0.0) if isinstance(action, Arrive) else action
+def _adapted(action: Action) -> Action:
+    """Return an action for a checkpoint: greedy, and a longer prefix fills a block, to be cached.
+
+    Such a request goes on over more blocks, so that it is often preempted.
+    """
+    if not isinstance(action, Arrive):
+        return action
+    action = replace(action, temperature=0.0)
+    if action.prefix_len < _LONG_PREFIX:
+        return action
+    return replace(action, prefix_len=PREFIX_LEN, max_tokens=_LONGER * action.max_tokens)
 
 
 def _key(prompt: Sequence[int], request: Arrive) -> tuple[object, ...]:
