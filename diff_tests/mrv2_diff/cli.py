@@ -34,7 +34,7 @@ from mrv2_diff.harness import (
 from mrv2_diff.record import Record
 from mrv2_diff.records_folder import RECORDS, RecordsFolder, RecordsFolderError
 from mrv2_diff.schedules import actions
-from mrv2_diff.schedules.result import SoakResult, invariance_table, summary
+from mrv2_diff.schedules.result import LONG_SECONDS, SoakResult, invariance_table, summary
 
 _T = TypeVar("_T")
 
@@ -278,8 +278,9 @@ def _add_soak(commands: "_Commands[argparse.ArgumentParser]") -> None:
     soak = _add_command(commands, "soak", help_texts.SOAK)
     soak.add_argument("--minutes", type=_minutes, default=5.0, metavar="M",
                       help="time to spend (default: %(default)g)")  # fmt: skip
-    soak.add_argument("--model", choices=("hash", "tiny"), default="hash", help="hash: our runner "
-                      "alone; tiny: V1's and ours side by side (default: %(default)s)")  # fmt: skip
+    soak.add_argument("--model", action="append", choices=actions.MODELS, default=[],
+                      metavar="M", help="hash, tiny or lockstep; may be given again, and all "
+                      "have the same share of the time (default: every one)")  # fmt: skip
     soak.add_argument("--seed", type=int, default=0, metavar="N", help="(default: %(default)s)")
     soak.add_argument("--out", type=Path, default=LATEST / "failing-schedule.json", metavar="FILE",
                       help="for a failing schedule (default: %(default)s)")  # fmt: skip
@@ -659,15 +660,21 @@ def _soak(arguments: argparse.Namespace, harness: Harness) -> int:
     out: Path = arguments.out
     with _telling_of(out):
         _probe_file(out)
-    request = Soak(seconds=60 * arguments.minutes, model=arguments.model, seed=arguments.seed)
-    result = harness.soak(request, _TellsNowAndThen())
-    print(summary(result), flush=True)
-    if result.failure is not None:
-        print(f"{result.failure.error}", file=sys.stderr)
-        with _telling_of(out):
-            actions.write(result.failure.schedule, out)
-        print(f"wrote {out}; play it again: mrv2-diff replay {out}", file=sys.stderr)
-    return EXIT_PASSED if result.passes else EXIT_FAILED
+    models = dict.fromkeys(arguments.model or actions.MODELS)
+    seconds = 60 * arguments.minutes
+    passes = True
+    for model in models:
+        request = Soak(seconds=seconds / len(models), model=model, seed=arguments.seed)
+        result = harness.soak(request, _TellsNowAndThen())
+        print(summary(result), flush=True)
+        passes = passes and result.passes and not (seconds >= LONG_SECONDS and result.rare)
+        if result.failure is not None:
+            print(f"{result.failure.error}", file=sys.stderr)
+            with _telling_of(out):
+                actions.write(result.failure.schedule, out)
+            print(f"wrote {out}; play it again: mrv2-diff replay {out}", file=sys.stderr)
+            break
+    return EXIT_PASSED if passes else EXIT_FAILED
 
 
 class _TellsNowAndThen:

@@ -4,6 +4,7 @@ The installed harness imports torch and vLLM when it runs cases, and not before.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,6 +18,7 @@ from mrv2_diff.schedules.result import InvarianceResult, SoakResult
 if TYPE_CHECKING:
     from mrv2_diff.device_bench.bench import Outcome
     from mrv2_diff.device_bench.options import Options
+    from mrv2_diff.schedules.soak import Bench
 
 OnStep = Callable[[str, int], None]
 
@@ -196,20 +198,39 @@ def _surface() -> Mapping[str, Sequence[str]]:
 
 def _soak(request: Soak, on_progress: OnProgress) -> SoakResult:
     process.prepare()
-    if request.model == "hash":
-        from mrv2_diff.schedules.soak import soak  # imports torch and vLLM: seconds
-    else:
-        from mrv2_diff.schedules.beside_v1 import soak
-    return soak(request.seconds, request.seed, on_progress)
+    if request.model == "lockstep":
+        from mrv2_diff.schedules import beside_v1  # imports torch and vLLM: seconds
+
+        return beside_v1.soak(request.seconds, request.seed, on_progress)
+    from mrv2_diff.schedules.soak import soak
+
+    with _bench_of(request.model) as bench:
+        return soak(bench, request.seconds, request.seed, on_progress)
 
 
 def _replay(schedule: Schedule) -> str | None:
     process.prepare()
-    if schedule.model == "hash":
-        from mrv2_diff.schedules.soak import replay  # imports torch and vLLM: seconds
-    else:
-        from mrv2_diff.schedules.beside_v1 import replay
-    return replay(schedule)
+    if schedule.model == "lockstep":
+        from mrv2_diff.schedules import beside_v1  # imports torch and vLLM: seconds
+
+        return beside_v1.replay(schedule)
+    from mrv2_diff.schedules.soak import replay
+
+    with _bench_of(schedule.model) as bench:
+        return replay(schedule, bench)
+
+
+@contextmanager
+def _bench_of(model: Model) -> "Iterator[Bench]":
+    if model == "hash":
+        from mrv2_diff.schedules.soak import HashBench
+
+        yield HashBench()
+        return
+    from mrv2_diff.schedules.tiny import TinyBench
+
+    with closing(TinyBench()) as bench:
+        yield bench
 
 
 def _invariance(num_requests: int) -> InvarianceResult:

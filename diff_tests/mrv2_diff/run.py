@@ -17,7 +17,7 @@ from pathlib import Path
 from mrv2.errors import ConfigError, UnsupportedByRunner
 from mrv2_diff import instruments, noise
 from mrv2_diff.apart import MODE, run_apart
-from mrv2_diff.case import Abort, Add, Case, EngineSpec, Event
+from mrv2_diff.case import Add, Case, EngineSpec, Event
 from mrv2_diff.compare import right
 from mrv2_diff.compare.right import RightRows
 from mrv2_diff.compare.steps import OF_PROMPTS, compare_step
@@ -59,6 +59,8 @@ class RunRequest:
     """Checkpoint to run in place of the tiny ones; None: what each case names."""
     graphs: str = "none"
     """One of `GRAPHS` of a case: how steps may reach the device."""
+    measures: bool = True
+    """Whether passes for latency and memory follow those that compare."""
 
 
 def run_cases(request: RunRequest, on_step: OnStep | None = None) -> Iterator[Record]:
@@ -162,7 +164,7 @@ class _Bench:
             self._compare(engine, case, outcome, events, mode, schedule)
             if outcome.crash is not None or outcome.tally.first is not None:
                 return outcome
-        for measure in (_measure_latency, _measure_memory):
+        for measure in (_measure_latency, _measure_memory) if self._request.measures else ():
             measure(engine, events, candidate, outcome)
             outcome.crash = engine.worker.crash
             if outcome.crash is not None:
@@ -209,7 +211,7 @@ class _Bench:
         engine.run(events, settings)
         _count_modes(outcome, engine, candidate)
         if first:
-            outcome.events["aborts"] = sum(isinstance(event, Abort) for event in events)
+            outcome.events["aborts"] = engine.num_aborted
         if engine.worker.refusal is not None:
             raise engine.worker.refusal
         outcome.crash = engine.worker.crash

@@ -60,6 +60,8 @@ class LockstepEngine:
         """Of the model, by torch's name."""
         self.arithmetic = device.arithmetic(self.dtype)
         """In which it is computed."""
+        self.num_aborted = 0
+        """Requests that the last workload gave up before they had ended."""
         self.logprobs_mode = spec.logprobs_mode
         self.markers = _markers(self._engine.vllm_config.reasoning_config)
         """Of thinking sections."""
@@ -72,6 +74,7 @@ class LockstepEngine:
             RuntimeError: Requests wait and nothing can be scheduled.
         """
         self._engine.reset_prefix_cache()
+        self.num_aborted = 0
         self.worker.begin(settings)
         try:
             self._drive(events)
@@ -101,6 +104,7 @@ class LockstepEngine:
 
     def _apply(self, event: Event) -> None:
         if isinstance(event, Abort):
+            self.num_aborted += event.req_id in self._core.scheduler.requests
             self._core.abort_requests([event.req_id])
             return
         self._core.add_request(*self._core.preprocess_add_request(self._request(event)))

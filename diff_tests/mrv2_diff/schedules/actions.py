@@ -8,7 +8,7 @@ schedule, which is what makes a failing one easy to shrink.
 import random
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import msgspec
 
@@ -27,6 +27,8 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     by_priority: bool = False
     """Serve the lowest `Arrive.priority` first, else the oldest request."""
     prefix_caching: bool = True
+    thinking: bool = False
+    """Whether some tokens open and close a thinking section."""
     windows: tuple[int | None, ...] = (None,)
     """Tokens that each KV group sees; None sees all."""
     num_blocks: int = 30
@@ -105,8 +107,10 @@ class Drain(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_
 Action = Arrive | Abort | Reset | FailLoad | Step | Drain
 
 
-Model = Literal["hash", "tiny"]
-"""HashLM behind our runner alone, or a tiny checkpoint in V1's runner and in ours."""
+Model = Literal["hash", "tiny", "lockstep"]
+"""HashLM behind our runner; a tiny checkpoint behind our runner, against V1's tokens; or that
+checkpoint in both runners at once, step by step."""
+MODELS: tuple[Model, ...] = get_args(Model)
 
 
 class Schedule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from functools import singledispatchmethod
 from typing import Any, TypeAlias
 
+from msgspec.structs import replace
+
 from mrv2_diff.schedules.actions import (
     Abort,
     Action,
@@ -22,30 +24,23 @@ from mrv2_diff.schedules.actions import (
     Setup,
     Step,
 )
-from mrv2_diff.schedules.engine import HashRunner, ScheduledEngine
+from mrv2_diff.schedules.engine import HashEngine, HashRunner, ScheduledEngine
 from mrv2_diff.schedules.events import EventCounts
-from mrv2_diff.schedules.expected import Expectations
+from mrv2_diff.schedules.expected import Expectations, HashExpectations
 from mrv2_diff.schedules.grammars import MadeUpGrammar
+from mrv2_diff.schedules.params import sampling_params
 
 # isort: split
 # The engine's module prepares the process that these read.
 import torch
 from torch import Tensor
-from vllm.sampling_params import (
-    RequestOutputKind,
-    SamplingParams,
-    StructuredOutputsParams,
-)
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
-from mrv2_compat.vllm_v1.translate_in import sampling_of
-
 _MAX_STEPS_TO_DRAIN = 2000
 _MAX_IDLE_STEPS = 6
 """Steps that may pass without a token while requests wait."""
-_NOISE = 0x5DEECE66D
 
 
 class Divergence(AssertionError):
@@ -61,6 +56,7 @@ class Turn:
     """What a request must return from one prompt, and what it returned so far."""
 
     prompt: list[int]
+    max_tokens: int
     expected: list[int]
     received: list[int] = field(default_factory=list)
     logprobs: list[Logprobs] = field(default_factory=list)
@@ -91,7 +87,9 @@ class Driver:
 
     Args:
         setup: The engine.
-        runner_class: As for `ScheduledEngine`.
+        runner_class: As for `HashEngine`.
+        engine: Drive this one, made of the same setup, instead of one of HashLM.
+        expectations: What its requests return alone; of HashLM if it is None.
         compares: Whether tokens are held against those of the request alone, or only kept. Sessions
             need it: a turn's prompt is made of what the ones before must return. Grammars need that
             they are kept: a request alone is run without one.
@@ -102,11 +100,13 @@ class Driver:
         setup: Setup,
         runner_class: type[HashRunner] = HashRunner,
         *,
+        engine: ScheduledEngine | None = None,
+        expectations: Expectations | None = None,
         compares: bool = True,
     ) -> None:
         self.setup = setup
         self._compares = compares
-        self.engine = ScheduledEngine(setup, runner_class)
+        self.engine = engine or HashEngine(setup, runner_class)
         self.events = EventCounts()
         self.accounts: dict[str, Account] = {}
         """Of requests that have not ended."""
@@ -115,7 +115,7 @@ class Driver:
         self.turns: dict[str, Turn] = {}
         """The turns of ended requests by name, where they are not compared but kept."""
         self.num_steps = 0
-        self._expectations = Expectations(setup)
+        self._expectations = expectations or HashExpectations(setup)
         self._queued: deque[_Queued] = deque()
         self._failing: FailLoad | None = None
         self._spoiled: dict[str, int] = {}
@@ -147,8 +147,11 @@ class Driver:
             self._abort(action.name)
         self._wait_for_outputs_of(action.name)
         prompt = action.prompt(self.setup.vocab_size)
-        self.accounts[action.name] = Account(action.session, [self._turn(prompt, action)])
-        self.engine.scheduler.add_request(self._request(prompt, action))
+        turn = self._turn(prompt, action)
+        if not turn.max_tokens:
+            return  # nothing is expected of it
+        self.accounts[action.name] = Account(action.session, [turn])
+        self.engine.scheduler.add_request(self._request(prompt, action, turn.max_tokens))
 
     @do.register
     def _(self, action: Abort) -> None:
@@ -159,7 +162,9 @@ class Driver:
     def _(self, action: Reset) -> None:
         scheduler = self.engine.scheduler
         # vLLM cannot empty a cache of which a waiting session holds blocks.
-        if not scheduler.kv_holding_waiting:
+        waiting = scheduler.requests.keys() - {request.request_id for request in scheduler.running}
+        blocks_of = scheduler.kv_cache_manager.get_block_ids
+        if not any(any(blocks_of(name)) for name in waiting):
             scheduler.reset_prefix_cache(reset_running_requests=True)
 
     @do.register
@@ -196,7 +201,7 @@ class Driver:
             scheduler_output,
             num_queued=len(self._queued),
             num_known=len(runner.ledger),
-            num_rows=len(runner.core.rows),
+            num_rows=len(self.engine.core.rows),
             max_rows=self.setup.max_num_reqs,
         )
         self._queued.append(
@@ -227,13 +232,10 @@ class Driver:
         self._require_empty()
 
     def _turn(self, prompt: list[int], action: Arrive) -> Turn:
-        sampling = sampling_of(sampling_params(action), 0, 0, self.setup.vocab_size)
         if not self._compares:
-            return Turn(prompt, [])
-        return Turn(
-            prompt,
-            self._expectations.outputs(prompt, sampling, action.max_tokens, action.stop),
-        )
+            return Turn(prompt, action.max_tokens, [])
+        expected = self._expectations.outputs(prompt, action)
+        return Turn(prompt, expected.max_tokens, expected.tokens)
 
     def _go_on(self, account: Account, action: Arrive) -> bool:
         """Queue a session's next turn, unless the session would get too long.
@@ -249,17 +251,22 @@ class Driver:
         prompt = [*last.prompt, *last.expected[:-1], *new]
         if len(prompt) + action.max_tokens > self.setup.max_model_len:
             return account.current < len(account.turns)
-        account.turns.append(self._turn(prompt, action))
-        self.engine.scheduler.add_request(self._request(new, action))
+        turn = self._turn(prompt, action)
+        if not turn.max_tokens:
+            return account.current < len(account.turns)
+        account.turns.append(turn)
+        self.engine.scheduler.add_request(self._request(new, action, turn.max_tokens))
         self.events.count("next turns of a session")
         return True
 
-    def _request(self, prompt: list[int], action: Arrive) -> Request:
+    def _request(self, prompt: list[int], action: Arrive, max_tokens: int) -> Request:
         self._num_arrived += 1
+        params = sampling_params(replace(action, max_tokens=max_tokens))
+        params.update_from_generation_config({}, self.engine.eos_token_id)
         request = Request(
             request_id=action.name,
             prompt_token_ids=list(prompt),
-            sampling_params=sampling_params(action),
+            sampling_params=params,
             pooling_params=None,
             arrival_time=float(self._num_arrived),
             priority=action.priority,
@@ -375,11 +382,23 @@ class Driver:
         ):
             # vLLM's scheduler drops such a token and keeps the one that was drawn after it.
             return output
+        if any(self._is_session_in_flight(name) for name in affected):
+            return output
         self.events.count("progress taken back")
         if not self.setup.is_async:
             self._spoiled |= dict.fromkeys(affected, self.num_steps)
         return dataclasses.replace(
             output, kv_connector_output=KVConnectorOutput(invalid_block_ids={block})
+        )
+
+    def _is_session_in_flight(self, name: str) -> bool:
+        """Return whether a request is a session of which a later step's output was not taken.
+
+        If a token in it ends the turn, vLLM's scheduler forgets the part of the session's prompt
+        behind what is computed, and so behind what is to run again.
+        """
+        return self.accounts[name].is_session and any(
+            name in queued.scheduler_output.num_scheduled_tokens for queued in self._queued
         )
 
     def _computed_before(self, scheduler_output: Any) -> dict[str, int]:
@@ -406,12 +425,11 @@ class Driver:
         for name, start in zip(cached.req_ids, cached.num_computed_tokens, strict=True):
             if name in spoiled:
                 blocks, size = self._blocks(name), self.setup.block_size
-                end = start + scheduler_output.num_scheduled_tokens[name]
-                slots = [blocks[at // size] * size + at % size for at in range(start, end)]
-                self.engine.runner.lm.caches[0][slots] = _NOISE
+                for at in range(start, start + scheduler_output.num_scheduled_tokens[name]):
+                    self.engine.spoil(blocks[at // size], at % size)
 
     def _require_empty(self) -> None:
-        runner, core = self.engine.runner, self.engine.runner.core
+        runner, core = self.engine.runner, self.engine.core
         left = {
             "requests in the ledger": len(runner.ledger),
             "rows": len(core.rows),
@@ -420,20 +438,3 @@ class Driver:
         }
         if any(left.values()):
             raise Divergence(f"every request has ended, and yet there are: {left}")
-
-
-def sampling_params(action: Arrive) -> SamplingParams:
-    """Return what vLLM is asked for."""
-    return SamplingParams(
-        max_tokens=action.max_tokens,
-        temperature=action.temperature,
-        seed=action.seed,
-        stop_token_ids=None if action.stop is None else [action.stop],
-        ignore_eos=True,
-        detokenize=False,
-        output_kind=RequestOutputKind.DELTA,
-        structured_outputs=(
-            None if action.grammar is None else StructuredOutputsParams(regex="made up")
-        ),
-        **action.options,
-    )

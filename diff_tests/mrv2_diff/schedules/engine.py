@@ -13,6 +13,7 @@ process.prepare()
 
 # E402: vLLM reads the environment when it is imported.
 import torch  # noqa: E402
+from vllm.config import ReasoningConfig  # noqa: E402
 from vllm.engine.arg_utils import EngineArgs  # noqa: E402
 from vllm.utils.hashing import sha256  # noqa: E402
 from vllm.v1.core.kv_cache_utils import (  # noqa: E402
@@ -56,6 +57,9 @@ _MODEL = {
     "eos_token_id": 1,
 }
 """A configuration that vLLM accepts. Nothing of the model but its vocabulary is used."""
+OPENS_THINKING, CLOSES_THINKING = 29, (30, 31)
+"""Tokens that begin and end a thinking section, where a setup has any."""
+_NOISE = 0x5DEECE66D
 
 
 class HashRunner(VllmRunner):
@@ -102,14 +106,18 @@ class ScheduledEngine:
     """A scheduler with a runner.
 
     Args:
-        setup: Sizes of both.
-        runner_class: Built in place of HashRunner by tests that plant a fault.
+        setup: Sizes of the scheduler.
+        config: vLLM's, of the scheduler and the runner.
+        kv_cache_config: The blocks that the scheduler gives out.
+        runner: Has at least so many blocks, and no request.
     """
 
-    def __init__(self, setup: Setup, runner_class: type[HashRunner] = HashRunner) -> None:
-        torch.set_num_threads(1)  # a tiny model's operations are too small to share
-        config = _config(setup)
-        kv_cache_config = _kv_cache_config(setup)
+    eos_token_id: int | None = None
+    """Token that vLLM's front end adds to those that `min_tokens` holds back."""
+
+    def __init__(
+        self, setup: Setup, config: Any, kv_cache_config: KVCacheConfig, runner: VllmRunner
+    ) -> None:
         scheduler_class = AsyncScheduler if setup.is_async else Scheduler
         self.scheduler: Any = scheduler_class(
             config,
@@ -119,12 +127,43 @@ class ScheduledEngine:
             hash_block_size=setup.block_size,
         )
         assert not self.scheduler.use_v2_model_runner, "V1-mode scheduling is what is translated"
-        self.runner = runner_class(config, setup.windows)
-        self.runner.initialize_kv_cache(kv_cache_config)
+        self.runner: Any = runner
         init_none_hash(sha256)
         self.block_hasher: Any = None
         if setup.prefix_caching:
             self.block_hasher = get_request_block_hasher(setup.block_size, sha256)
+
+    @property
+    def core(self) -> Runner:
+        """The runner behind the adapter."""
+        core: Runner = self.runner._require_core()
+        return core
+
+    def spoil(self, block: int, offset: int) -> None:
+        """Overwrite what a slot of the first KV group holds: what failed to load is not there."""
+        raise NotImplementedError
+
+
+class HashEngine(ScheduledEngine):
+    """A scheduler and a runner of HashLM.
+
+    Args:
+        setup: Sizes of both.
+        runner_class: Built in place of HashRunner by tests that plant a fault.
+    """
+
+    def __init__(self, setup: Setup, runner_class: type[HashRunner] = HashRunner) -> None:
+        torch.set_num_threads(1)  # a tiny model's operations are too small to share
+        config = _config(setup)
+        kv_cache_config = _kv_cache_config(setup)
+        runner = runner_class(config, setup.windows)
+        runner.initialize_kv_cache(kv_cache_config)
+        super().__init__(setup, config, kv_cache_config, runner)
+        self._block_size = setup.block_size
+
+    def spoil(self, block: int, offset: int) -> None:
+        """Overwrite a slot with noise."""
+        self.runner.lm.caches[0][block * self._block_size + offset] = _NOISE
 
 
 def _grammars(config: Any, vocab_size: int) -> StructuredOutputManager:
@@ -135,6 +174,12 @@ def _grammars(config: Any, vocab_size: int) -> StructuredOutputManager:
 
 def _config(setup: Setup) -> Any:
     config = copy.deepcopy(_accepted_config(setup.vocab_size))
+    settle(config, setup)
+    return config
+
+
+def settle(config: Any, setup: Setup) -> None:
+    """Give vLLM's configuration the sizes of a setup."""
     scheduler = config.scheduler_config
     scheduler.max_num_seqs = setup.max_num_reqs
     scheduler.max_num_batched_tokens = setup.max_num_tokens
@@ -145,7 +190,18 @@ def _config(setup: Setup) -> Any:
     config.cache_config.block_size = setup.block_size
     config.cache_config.num_gpu_blocks = setup.num_blocks
     config.cache_config.enable_prefix_caching = setup.prefix_caching
-    return config
+    if setup.thinking:
+        config.reasoning_config = _marked()
+
+
+def _marked() -> ReasoningConfig:
+    """Return vLLM's configuration of thinking, without the tokenizer that it would ask."""
+    marked = ReasoningConfig()
+    marked._reasoning_start_token_ids = [OPENS_THINKING]
+    marked._reasoning_end_token_ids = list(CLOSES_THINKING)
+    marked._natural_reasoning_end_token_ids = list(CLOSES_THINKING)
+    marked._enabled = True
+    return marked
 
 
 @cache

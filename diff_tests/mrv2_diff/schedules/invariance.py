@@ -11,7 +11,8 @@ from msgspec.structs import replace
 
 from mrv2_compat.vllm_v1.refusals import request_refusals
 from mrv2_diff.schedules.actions import Arrive, Drain, Reset, Setup
-from mrv2_diff.schedules.driver import Driver, Logprobs, Turn, sampling_params
+from mrv2_diff.schedules.driver import Driver, Logprobs, Turn
+from mrv2_diff.schedules.params import sampling_params
 from mrv2_diff.schedules.result import InvarianceResult, Row
 
 # isort: split
@@ -37,11 +38,14 @@ _OPTIONS: Mapping[str, Callable[[random.Random], object]] = {
     "min_tokens": lambda draw: draw.randint(1, _MAX_TOKENS),
     "_bad_words_token_ids": lambda draw: [_tokens(draw, length) for length in (1, 1, 2, 2, 3)],
     "allowed_token_ids": lambda draw: _tokens(draw, 12),
+    "thinking_token_budget": lambda draw: draw.randint(0, 6),
+    "logprob_token_ids": lambda draw: _tokens(draw, draw.randint(1, 6)),
     "logprobs": lambda draw: draw.choice([-1, 0, 1, 5]),
     "prompt_logprobs": lambda draw: draw.choice([-1, 0, 1, 5]),
 }
-"""How the value of each parameter is drawn, by vLLM's name. A budget of thinking is not here: the
-model has no marks of it."""
+"""How the value of each parameter is drawn, by vLLM's name."""
+_NOT_WITH_A_GRAMMAR = {"allowed_token_ids", "thinking_token_budget"}
+"""Parameters that may leave a grammar no token, or force one that it forbids."""
 
 
 def _request(number: int) -> Arrive:
@@ -50,7 +54,9 @@ def _request(number: int) -> Arrive:
     options: dict[str, Any] = {
         name: value(draw) for name, value in _OPTIONS.items() if draw.random() < _SOME
     }
-    has_grammar = draw.random() < _SOME and "allowed_token_ids" not in options
+    if "logprob_token_ids" in options:
+        options.pop("logprobs", None)
+    has_grammar = draw.random() < _SOME and not options.keys() & _NOT_WITH_A_GRAMMAR
     return Arrive(
         name=f"r{number}",
         prefix=number % 3,
@@ -92,6 +98,7 @@ def ways(num_requests: int) -> tuple[Way, ...]:
         max_num_tokens=64 * num_requests,
         num_blocks=16 * num_requests + 1,
         prefix_caching=False,
+        thinking=True,
     )
     return (
         Way(name="all in one batch", setup=ample, happens="arrivals"),
@@ -161,14 +168,15 @@ def invariance(num_requests: int) -> InvarianceResult:
 
 
 def _parameters(request: Arrive) -> list[str]:
-    names = [name.strip("_").removesuffix("_token_ids") for name in request.options]
+    names = [name.strip("_") for name in request.options]
     names += ["temperature"] if request.temperature else []
     names += ["stop"] if request.stop is not None else []
     return names + (["grammar"] if request.grammar is not None else [])
 
 
 def _alone(request: Arrive) -> Turn:
-    driver = Driver(Setup(max_num_reqs=1, max_num_tokens=64, prefix_caching=False), compares=False)
+    setup = Setup(max_num_reqs=1, max_num_tokens=64, prefix_caching=False, thinking=True)
+    driver = Driver(setup, compares=False)
     driver.play([request, Drain()])
     return driver.turns[request.name]
 

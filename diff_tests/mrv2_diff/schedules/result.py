@@ -1,15 +1,32 @@
 """What a soak found. Nothing heavy here: the command line reads it."""
 
+import ctypes
 import gc
 import os
 import statistics
+import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from mrv2_diff.schedules.actions import Schedule
+from mrv2_diff.schedules.actions import Model, Schedule
 
+LEAST_EVENTS = 100
+"""Of each kind that can happen, or a soak proves less than it says."""
+LONG_SECONDS = 1800.0
+"""A soak that was given so long fails if a kind of event happened less often than that."""
+WHY_NEVER: Mapping[Model, Mapping[str, str]] = {
+    "hash": {},
+    "tiny": {},
+    "lockstep": {
+        "steps queued ahead of an output": "vLLM keeps its CPU worker synchronous",
+        "next turns of a session": "a case's requests arrive whole",
+        "progress taken back": "no KV connector is there to fail",
+        "ids that end and arrive in one step": "a case names each request once",
+    },
+}
+"""Kinds of event that cannot happen, and why."""
 MAX_GROWTH_BYTES = 16 << 20
 """Resident memory that the last tenth of a soak may have above its first tenth."""
 MAX_GROWTH_OBJECTS = 1000
@@ -28,6 +45,7 @@ class Failure:
 class SoakResult:
     """What a soak did."""
 
+    model: Model = "hash"
     seconds: float = 0.0
     steps: int = 0
     runners: int = 0
@@ -40,8 +58,10 @@ class SoakResult:
     """Python objects at the same times."""
 
     def measure(self) -> None:
-        """Note what memory holds now."""
+        """Note what memory holds now, without what the allocator keeps of what was freed."""
         gc.collect()
+        if sys.platform == "linux":
+            ctypes.CDLL(None).malloc_trim(0)
         pages = int(Path("/proc/self/statm").read_text().split()[1])
         self.resident_bytes.append(pages * os.sysconf("SC_PAGE_SIZE"))
         self.objects.append(len(gc.get_objects()))
@@ -57,6 +77,11 @@ class SoakResult:
             last_bytes - first_bytes <= MAX_GROWTH_BYTES
             and last_objects - first_objects <= MAX_GROWTH_OBJECTS
         )
+
+    @property
+    def rare(self) -> list[str]:
+        """Kinds of event that happened too seldom for a long soak."""
+        return sorted(kind for kind, times in self.events.items() if times < LEAST_EVENTS)
 
     @property
     def passes(self) -> bool:
@@ -120,6 +145,14 @@ def invariance_table(result: InvarianceResult) -> str:
     return "\n".join(lines)
 
 
+MEANINGS: Mapping[Model, str] = {
+    "hash": "HashLM, against its outputs alone",
+    "tiny": "a tiny checkpoint in both orders, against V1's tokens",
+    "lockstep": "a tiny checkpoint in V1's runner and in ours, step by step",
+}
+"""What the parts of a soak compare."""
+
+
 def ends(values: Sequence[int]) -> tuple[float, float]:
     """Return the medians of the first and of the last tenth of some values."""
     tenth = max(1, len(values) // 10)
@@ -128,7 +161,12 @@ def ends(values: Sequence[int]) -> tuple[float, float]:
 
 def summary(result: SoakResult) -> str:
     """Return what a soak did, for people."""
-    lines = [f"{kind:<45} {times:>10,}" for kind, times in sorted(result.events.items())]
+    lines = [f"{MEANINGS[result.model]}:"]
+    lines += [f"{kind:<45} {times:>10,}" for kind, times in sorted(result.events.items())]
+    lines += [f"{kind:<45} {'cannot':>10}: {why}"
+              for kind, why in WHY_NEVER[result.model].items()]  # fmt: skip
+    if result.rare:
+        lines.append(f"fewer than {LEAST_EVENTS} times: {', '.join(result.rare)}")
     if result.objects:
         (bytes_1, bytes_2), (objects_1, objects_2) = (
             ends(result.resident_bytes),
@@ -140,7 +178,8 @@ def summary(result: SoakResult) -> str:
             f"{'flat' if result.is_flat else 'it grows'}"
         )
     lines.append(
-        f"soak: {result.seconds:.0f} s, {result.runners:,} runners, {result.requests:,} requests, "
-        f"{result.steps:,} steps, {int(result.failure is not None)} divergences"
+        f"soak of {result.model}: {result.seconds:.0f} s, {result.runners:,} runners, "
+        f"{result.requests:,} requests, {result.steps:,} steps, "
+        f"{int(result.failure is not None)} divergences"
     )
     return "\n".join(lines)

@@ -116,6 +116,11 @@ def more_than_known(step: Any) -> Any:
     return replace(step, num_scheduled_tokens={**step.num_scheduled_tokens, "a": 3})
 
 
+def placeholders_of_drafts(step: Any) -> Any:
+    work = {**step.num_scheduled_tokens, "a": 3}
+    return replace(step, num_scheduled_tokens=work, scheduled_spec_decode_tokens={"a": [-1, -1]})
+
+
 def no_tokens(step: Any) -> Any:
     return replace(step, num_scheduled_tokens={**step.num_scheduled_tokens, "a": 0})
 
@@ -167,6 +172,11 @@ BAD_STEPS: list[tuple[Callable[[Any], Any], type[Mrv2Error], str]] = [
     (block_below, CapacityError, "'a' is given block -1 of KV group 0; the cache has 30 blocks"),
     (too_many_blocks, CapacityError, "56 blocks are added to .* of KV group 0; its max_blocks is"),
     (more_than_known, ProtocolError, "'a' is to run 3 tokens from position 1. on; it has 1."),
+    (
+        placeholders_of_drafts,
+        ProtocolError,
+        "'a' is to run 3 tokens from position 1. on; it has 1.",
+    ),
     (no_tokens, ProtocolError, "'a' is to run 0 tokens"),
     (too_many_tokens, CapacityError, "the step has 15 tokens; max_num_tokens is 12"),
     (not_listed, ProtocolError, r"those with a number of tokens differ in \['z'\]"),

@@ -151,7 +151,7 @@ def test_every_way_of_scheduling_gives_the_same_tokens() -> None:
     assert [row.way for row in result.rows if not row.times] == []
     assert result.passes
     assert (result.num_requests, result.refused) == (36, [])
-    assert len(result.parameters) == 15
+    assert len(result.parameters) == 17
     assert min(result.parameters.values()) >= 3
 
 

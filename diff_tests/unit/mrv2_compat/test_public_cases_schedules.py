@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from mrv2.memory.staged import StagedWriteTensor
 from mrv2_compat.vllm_v1 import refusals
@@ -181,6 +182,30 @@ def test_a_load_that_failed_is_run_again_from_its_first_block(drive: Any, is_asy
     assert int(core.requests.num_computed_tokens.tensor[row]) == 32
     driver.drain()
     assert len(driver.ended[-1][1]) == 9
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_a_grammar_on_a_cpu_makes_no_stream_and_pins_no_memory(
+    drive: Any, is_async: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(*_: object, **__: object) -> None:
+        raise AssertionError("a CPU has neither streams nor pinned memory")
+
+    empty = torch.empty
+
+    def unpinned(*sizes: Any, **options: Any) -> torch.Tensor:
+        assert not options.get("pin_memory")
+        return empty(*sizes, **options)
+
+    for name in ("Stream", "Event", "current_stream", "synchronize"):
+        monkeypatch.setattr(torch.cuda, name, refused)
+    monkeypatch.setattr(torch.Tensor, "pin_memory", refused)
+    monkeypatch.setattr(torch, "empty", unpinned)
+    driver = drive(Setup(is_async=is_async), compares=False)
+    driver.do(Arrive(name="a", tail_len=5, max_tokens=8, grammar=3))
+    driver.do(Arrive(name="b", tail_len=7, max_tokens=8))
+    driver.do(Drain())
+    assert {name: len(tokens) for name, tokens in driver.ended} == {"a": 8, "b": 8}
 
 
 def test_two_requests_that_share_a_block_that_failed_both_run_it_again(drive: Any) -> None:

@@ -37,7 +37,7 @@ from mrv2_diff.models import ModelSpec, make_model
 from mrv2_diff.progress import BarProgress, LineProgress
 from mrv2_diff.record import Record
 from mrv2_diff.schedules import actions as act
-from mrv2_diff.schedules.result import Failure, InvarianceResult, Row, SoakResult
+from mrv2_diff.schedules.result import Failure, InvarianceResult, Row, SoakResult, summary
 from mrv2_diff.verdict import Verdict
 
 MakeRecord = Callable[..., Record]
@@ -750,10 +750,32 @@ def test_a_soak_that_finds_nothing_passes(
     out = tmp_path / "failing.json"
     assert fake("soak", "--minutes", 0.5, "--model", "tiny", "--seed", 7, "--out", out) == 0
     assert fake.soaked == [Soak(seconds=30.0, model="tiny", seed=7)]
+    assert fake("soak", "--minutes", 1.5, "--out", out) == 0
+    assert [(part.model, part.seconds) for part in fake.soaked[1:]] == [
+        ("hash", 30.0), ("tiny", 30.0), ("lockstep", 30.0)
+    ]  # fmt: skip
     printed = capsys.readouterr().out
     assert "2,000 steps, 0 requests" in printed
     assert _last_line(printed).endswith("2,000 steps, 0 divergences")
     assert not out.exists()
+
+
+def test_a_long_soak_in_which_a_kind_of_event_is_rare_fails(
+    fake: FakeHarness, tmp_path: Path, capsys: Capture
+) -> None:
+    fake.soak_result.events.update({"ends": 100, "resumes": 99})
+    assert fake("soak", "--minutes", 29, "--out", tmp_path / "x.json") == 0
+    assert fake("soak", "--minutes", 30, "--out", tmp_path / "x.json") == 1
+    assert "fewer than 100 times: resumes\n" in capsys.readouterr().out
+    fake.soak_result.events["resumes"] = 100
+    assert fake("soak", "--minutes", 30, "--out", tmp_path / "x.json") == 0
+    assert "fewer than" not in capsys.readouterr().out
+
+
+def test_a_soak_says_which_kinds_of_event_cannot_happen_and_why() -> None:
+    text = summary(SoakResult(model="lockstep"))
+    assert "cannot: vLLM keeps its CPU worker synchronous" in text
+    assert "cannot" not in summary(SoakResult(model="tiny"))
 
 
 def test_a_failing_schedule_is_written_and_played_again(

@@ -1,0 +1,36 @@
+"""Block operations of a step: new blocks are zeroed before others are copied into them."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+pytestmark = pytest.mark.vllm
+
+NUM_BLOCKS = 4
+
+
+@pytest.mark.parametrize("kernel_blocks", [1, 2])
+def test_a_copy_into_a_new_block_is_not_wiped(kernel_blocks: int) -> None:
+    from vllm.v1.core.kv_cache_utils import KVCacheBlockCopy
+
+    from mrv2_compat.vllm_v1.kv_cache import KVCaches
+
+    caches: Any = KVCaches.__new__(KVCaches)
+    caches._num_blocks, caches._zeroer = NUM_BLOCKS, None
+    caches.tensors = [
+        (torch.arange(NUM_BLOCKS * kernel_blocks) + 10 * layer + 1.0)[:, None].repeat(1, 3)
+        for layer in range(2)
+    ]
+    before = [tensor.clone() for tensor in caches.tensors]
+    step: Any = SimpleNamespace(
+        new_block_ids_to_zero=[2, 3],
+        kv_cache_block_copies=[KVCacheBlockCopy(src_block_id=1, dst_block_id=3)],
+    )
+    caches.apply(step)
+    for tensor, old in zip(caches.tensors, before, strict=True):
+        blocks, held = tensor.view(NUM_BLOCKS, -1), old.view(NUM_BLOCKS, -1)
+        assert torch.equal(blocks[:2], held[:2])
+        assert not blocks[2].any()
+        assert torch.equal(blocks[3], held[1])
