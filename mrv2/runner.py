@@ -13,6 +13,7 @@ from functools import partial
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from torch import Tensor
 
 from mrv2.batch.commit import commit_step
@@ -33,7 +34,7 @@ from mrv2.memory.arena import Arena
 from mrv2.memory.ring import ResultRing, Slot, publish
 from mrv2.memory.transfers import Transfers
 from mrv2.output import PendingOutput
-from mrv2.plan import StepPlan
+from mrv2.plan import Scheduled, StepPlan
 from mrv2.ports import AttentionPlanner, ForwardInputs, Model
 from mrv2.sampling.grammar import GrammarMask
 from mrv2.sampling.prompt_logprobs import PromptLogprobs
@@ -185,6 +186,27 @@ class Runner:
         self._is_captured = False
         if self._graphs is not None:
             self._graphs.release()
+
+    def warm_up(self) -> None:
+        """Run the kernels around the forward over requests that are none, so that all are compiled.
+
+        Those of sampling features are `draw_unattached`'s. No row is changed.
+        """
+        self._check_idle()
+        rows = np.array([self.config.idle_row], dtype=np.int32)
+        # The decode comes last: it knows the idle row, whose progress its commit leaves at 0.
+        for query_len in (min(2, self.config.max_num_tokens, self.config.max_model_len), 1):
+            scheduled = Scheduled(
+                req_ids=[""],
+                num_tokens=[query_len],
+                num_computed_tokens=[0],
+                num_known_tokens=[query_len],
+            )
+            layout = layout_batch(scheduled, rows)
+            self.transfers.begin_step()
+            self._flush(layout)
+            batch = prepare_inputs(layout, self.requests, self.block_tables, self._buffers)
+        self._commit(batch, torch.zeros(1, dtype=torch.int64, device=self.config.device))
 
     def run_idle(self, num_reqs: int) -> Tensor:
         """Queue a decode step of requests that are none, as a real one would be; no row changes.

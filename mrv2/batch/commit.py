@@ -9,7 +9,7 @@ from mrv2.ops.launch import Launch, cdiv
 from mrv2.ops.twin import TwinOp
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_reqs", "num_logits"])
 def _commit_step_kernel(  # noqa: PLR0913 - a kernel takes pointers and strides, not objects
     rows_ptr: tl.tensor,
     seq_lens_ptr: tl.tensor,

@@ -18,7 +18,7 @@ from mrv2.ops.twin import TwinOp
 from mrv2.plan import Arrival
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_columns"])
 def _gather_block_table_kernel(
     table_ptr: tl.tensor,
     table_stride: tl.tensor,

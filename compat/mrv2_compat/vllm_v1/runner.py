@@ -185,6 +185,8 @@ class VllmRunner:
             self.vllm_config, self.attn_groups, kv_cache_config, is_profiling=is_profiling
         )
         self._core = self._build_core(kv_cache_config)
+        if self.device.type == "cuda":
+            self._core.warm_up()
 
     def _init_kv_zero_meta(self) -> None:
         self._require_kv().prepare_zeroing()
