@@ -30,6 +30,10 @@ _PLANS = (StepPlan, Scheduled, Arrival, Sampling)
 _SPARE = 16
 """Entries that a container may have beyond the rows: groups, stages, staging buffers."""
 
+_BY_SIZE = "runner._graphs._captured"
+"""Its entries are sizes of batches, as many as were captured at the start."""
+_VIEWS = ("runner._buffers._views", "runner._buffers._shape")
+
 
 class InvariantError(AssertionError):
     """An invariant does not hold.
@@ -92,11 +96,12 @@ def check_invariants(runner: Runner, live: LiveRequests, *, flushed: bool = True
         flushed: Whether the last step ran something, so that nothing may be left staged.
 
     Raises:
-        InvariantError: Named `rows`, `freed`, `counters`, `staged` or `bounded`.
+        InvariantError: Named `rows`, `freed`, `counters`, `idle`, `staged` or `bounded`.
     """
     _check_rows(runner, live)
     _check_freed(runner)
     _check_counters(runner, live)
+    _check_idle(runner)
     for path, value in owned(runner):
         if flushed:
             _check_staged(path, value)
@@ -112,9 +117,15 @@ def check_device(runner: Runner, scheduled: LiveRequests) -> None:
             when it runs next.
 
     Raises:
-        InvariantError: Named `device`.
+        InvariantError: Named `idle` or `device`.
     """
     requests = runner.requests
+    idle = requests.idle_row
+    progress = int(requests.num_computed_tokens.tensor[idle])
+    _require("idle", progress == 0, f"the idle row has computed {progress} tokens")
+    for table in runner.block_tables.tables:
+        held = table.tensor[idle].tolist()
+        _require("idle", not any(held), f"the idle row has blocks {held}")
     for req_id, request in scheduled.items():
         row = runner.rows.row(req_id)
         seen = int(requests.num_computed_tokens.tensor[row])
@@ -145,14 +156,15 @@ def owned(runner: Runner) -> Iterator[tuple[str, object]]:
 def snapshot(runner: Runner) -> dict[str, object]:
     """Return a copy of every value that a runner holds, by path.
 
-    Left out are what carries copies, and scores of prompts, which are not whole before they are
-    given away.
+    Left out are what carries copies; scores of prompts, which are not whole before they are given
+    away; and the views that a step of the last shape uses, of buffers that are looked at: a graph
+    that is played makes views, too, whenever it runs.
     """
     left_out = (Transfers, PromptScores)
     carriers = [path for path, value in owned(runner) if isinstance(value, left_out)]
     values: dict[str, object] = {}
     for path, value in owned(runner):
-        if any(path.startswith(carrier) for carrier in carriers):
+        if path.startswith((*carriers, *_VIEWS)):
             continue
         if isinstance(value, Tensor):
             values[path] = value.numpy().tobytes()
@@ -217,6 +229,16 @@ def _check_freed(runner: Runner) -> None:
         _require("freed", not part.wants(free), f"{part} has work for free rows {free.tolist()}")
 
 
+def _check_idle(runner: Runner) -> None:
+    idle = np.array([runner.requests.idle_row], dtype=np.int32)
+    held = runner.block_tables._num_blocks[:, idle]
+    _require("idle", not held.any(), f"the idle row holds {held.tolist()} blocks")
+    counted = runner.requests._counted[idle]
+    _require("idle", not counted.any(), f"the idle row has run {counted.tolist()}")
+    for part in (*runner.sampler._stages, runner.sampler._logprobs):
+        _require("idle", not part.wants(idle), f"{part} has work for the idle row")
+
+
 def _check_staged(path: str, value: object) -> None:
     if isinstance(value, Arena):
         _require("staged", value.num_staged == 0, f"{path} holds {value.num_staged} writes")
@@ -229,7 +251,7 @@ def _check_staged(path: str, value: object) -> None:
 
 
 def _check_bounded(path: str, value: object, runner: Runner, live: LiveRequests) -> None:
-    if not isinstance(value, list | dict | set | deque):
+    if not isinstance(value, list | dict | set | deque) or path == _BY_SIZE:
         return
     bound = runner.config.max_num_reqs + _SPARE
     _require("bounded", len(value) <= bound, f"{path} has {len(value)} entries, of {bound} at most")
