@@ -10,6 +10,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field
 
 from mrv2 import KVGroup, Logprobs, PendingOutput, RunnerConfig, RunnerOutput, StepPlan
+from mrv2.graphs.shape import GraphMode
 from mrv2_diff.invariants import (
     LiveRequest,
     PoisonFreed,
@@ -17,7 +18,8 @@ from mrv2_diff.invariants import (
     check_invariants,
     snapshot,
 )
-from mrv2_diff.race_lane import LateModel, LateStream, LateTransfers, Schedule
+from mrv2_diff.played_graphs import PlayedGraphMaker
+from mrv2_diff.race_lane import LateGraphMaker, LateModel, LateStream, LateTransfers, Schedule
 from mrv2_diff.toy_host import Story, Toy, ToyHost, ToyRequest, Work
 
 
@@ -36,6 +38,7 @@ class Played:
     """What `outputs` must be where every request is greedy."""
     events: Counter[str] = field(default_factory=Counter)
     """How often a request did what."""
+    steps_by_mode: dict[GraphMode, int] = field(default_factory=dict)
     stream: LateStream | None = None
 
     def differences(self, other: "Played") -> list[str]:
@@ -102,7 +105,7 @@ def play_late(
     """Play a story to its end.
 
     Args:
-        config: Of the runner.
+        config: Of the runner. The decodes of its `graphs` are captured first, and replayed.
         story: What happens before each step.
         num_steps: Calls of `story`.
         lag: Steps queued before the oldest one's output is taken.
@@ -140,6 +143,7 @@ def play_late(
             stream.drain()
     played.results_at_end = [_values(output) for output in kept]
     played.state = snapshot(toy.runner)
+    played.steps_by_mode = dict(toy.runner.num_steps)
     played.state |= {f"cache {i}": c.numpy().tobytes() for i, c in enumerate(toy.model.caches)}
     played.outputs, played.expected = toy.outputs(), toy.expected()
     return played
@@ -148,14 +152,20 @@ def play_late(
 def _toy(
     config: RunnerConfig, windows: Sequence[int | None] | None, stream: LateStream | None
 ) -> Toy:
+    replays = bool(config.graphs.decodes)
     if stream is None:
-        return Toy(config, windows=windows)
-    return Toy(
+        maker = PlayedGraphMaker() if replays else None
+        return Toy(config, windows=windows, graph_maker=maker)
+    toy = Toy(
         config,
         windows=windows,
         transfers=LateTransfers(stream),
         around=lambda model: LateModel(model, stream),
+        graph_maker=LateGraphMaker(stream) if replays else None,
+        capturing=stream,
     )
+    stream.settle()
+    return toy
 
 
 def _check(toy: Toy, work: Work, *, on_device: bool) -> None:

@@ -15,16 +15,19 @@ What it shows:
   written to yet holds `poison`;
 - a copy, or a tensor, that reads live host memory, which has changed by the time it acts;
 - host memory of an output that a later step writes again;
+- a replayed step whose results are read before it has run, or after the next one has;
 - a step that waits for the device, or needs a size that only the device knows (`HostSync`).
 
 What it cannot show: two streams, since the runner has one; races between the programs of a kernel;
 a wait inside the reference of an op, which stands for a kernel; memory that is freed while the
-device still reads it, since what is queued keeps its tensors alive. Results that do not change here
-prove the order of the host's work, not the kernels.
+device still reads it, since what is queued keeps its tensors alive; what a capture bakes in, since
+a replay here calls the captured work again (`mrv2_diff.played_graphs`). Results that do not change
+here prove the order of the host's work, not the kernels.
 """
 
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from random import Random
 from typing import Any, Literal, Protocol, TypeAlias
@@ -35,15 +38,17 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
+from mrv2 import Graph
 from mrv2.batch.inputs import InputBatch
 from mrv2.memory.transfers import Transfers, queue_copy
 from mrv2.ops.twin import TwinOp
 from mrv2.ports import ForwardInputs
 from mrv2_diff.models.hashlm import HashLM
+from mrv2_diff.played_graphs import PlayedGraphMaker
 
-Kind: TypeAlias = Literal["upload", "download", "op", "model", "torch"]
-"""A copy to the device, a copy to the host, a `TwinOp`, a call of the model, any other torch
-operation."""
+Kind: TypeAlias = Literal["upload", "download", "op", "model", "graph", "torch"]
+"""A copy to the device, a copy to the host, a `TwinOp`, a call of the model, the replay of a graph,
+any other torch operation."""
 
 
 class HostSync(AssertionError):
@@ -187,7 +192,13 @@ class LateStream(TorchDispatchMode):
         self._op_patch.stop()
 
     def queue(self, kind: Kind, name: str, run: Callable[[], object]) -> None:
-        """Queue one operation, and let the device advance as far as the schedule permits."""
+        """Queue one operation, and let the device advance as far as the schedule permits.
+
+        What an operation that acts queues is a part of it, and acts with it.
+        """
+        if self._acting:
+            run()
+            return
         self.counts[kind, name] += 1
         self._queue.append(
             Queued(number=self._num_queued, step=self._step, kind=kind, name=name, run=run)
@@ -218,17 +229,29 @@ class LateStream(TorchDispatchMode):
         """Let everything act that is queued."""
         self.run_to(self._num_queued)
 
+    def settle(self) -> None:
+        """Let everything act, and count anew from here."""
+        self.drain()
+        self.counts.clear()
+        self.most_behind = 0
+
+    @contextmanager
+    def acting(self) -> Iterator[None]:
+        """Be the device: what is done in this context acts at once."""
+        before, self._acting = self._acting, True
+        try:
+            yield
+        finally:
+            self._acting = before
+
     def _advance(self) -> None:
         while self._queue and self._schedule.may_run(self._queue[0], self._step):
             self._act()
 
     def _act(self) -> None:
         queued = self._queue.popleft()
-        self._acting = True
-        try:
+        with self.acting():
             queued.run()
-        finally:
-            self._acting = False
         self.num_done += 1
 
     def __torch_dispatch__(
@@ -378,18 +401,18 @@ class LateModel:
     def __init__(self, model: HashLM, stream: LateStream) -> None:
         self._model, self._stream = model, stream
 
-    def plan(self, batch: InputBatch) -> object:
+    def plan(self, batch: InputBatch) -> "LatePlan":
         """Return what `forward` needs to plan when it acts: the device's lengths are late, too."""
-        return batch
+        return LatePlan(batch)
 
     def forward(self, inputs: ForwardInputs) -> Tensor:
         """Queue the attention metadata and the forward; return the hidden states to come."""
-        batch = inputs.attention
-        assert isinstance(batch, InputBatch)
-        hidden = torch.empty((batch.layout.num_tokens, 1), dtype=torch.int64)
+        late = inputs.attention
+        assert late is None or isinstance(late, LatePlan)
+        hidden = torch.empty((len(inputs.input_ids), 1), dtype=torch.int64)
 
         def run() -> None:
-            attention = self._model.plan(batch)
+            attention = None if late is None else self._model.plan(late.batch)
             hidden.copy_(self._model.forward(replace(inputs, attention=attention)))
 
         self._stream.queue("model", "forward", run)
@@ -402,3 +425,46 @@ class LateModel:
             "model", "logits", lambda: logits.copy_(self._model.compute_logits(hidden))
         )
         return logits
+
+
+@dataclass(frozen=True, slots=True)
+class LatePlan:
+    """Attention metadata that is made when the forward acts."""
+
+    batch: InputBatch
+
+
+@dataclass(frozen=True, slots=True)
+class LateGraph:
+    """A graph whose replay is one operation of a late stream."""
+
+    name: str
+    graph: Graph
+    stream: LateStream
+
+    def replay(self) -> None:
+        """Queue the replay: whatever the graph writes, the ring of results too, it writes then."""
+        self.stream.queue("graph", self.name, self.graph.replay)
+
+
+class LateGraphMaker:
+    """Captures as a prompt device would, and replays late.
+
+    Args:
+        stream: Carries the replays.
+    """
+
+    def __init__(self, stream: LateStream) -> None:
+        self._stream = stream
+        self._maker = PlayedGraphMaker()
+
+    def capture(self, name: str, work: Callable[[], list[Tensor]]) -> tuple[Graph, list[Tensor]]:
+        """Let the device catch up, then run the work once and remember it."""
+        self._stream.drain()
+        with self._stream.acting():
+            graph, results = self._maker.capture(name, work)
+        return LateGraph(name, graph, self._stream), results
+
+    def release(self) -> None:
+        """Mark every graph as gone."""
+        self._maker.release()

@@ -4,7 +4,9 @@ Each names the check that must find it:
 
 - `late`: on a device that is late, what a story leaves behind differs from what it leaves on a
   prompt one. On the prompt one the fault does not show at all.
-- `rows`, `counters`, `staged`, `freed`, `bounded`, `device`: an invariant of
+- `replayed`: where decode steps are replayed from graphs, a story's results are not those of eager
+  steps.
+- `rows`, `counters`, `idle`, `staged`, `freed`, `bounded`, `device`: an invariant of
   `mrv2_diff.invariants`, the first that breaks.
 - `oracle`: a story's tokens are not those of the model, or it ends in an error of the runner.
 
@@ -14,20 +16,26 @@ The runner has no switch for any of this: a fault replaces a method for as long 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
 from unittest.mock import patch
 
 import torch
 from torch import Tensor
 
-from mrv2 import runner
+from mrv2 import RunnerOutput, runner
+from mrv2.batch.commit import commit_step
 from mrv2.batch.inputs import InputBuffers
 from mrv2.batch.layout import BatchLayout, Int32, is_next_decode, lay_out_next_decode
+from mrv2.graphs.decode import DecodeGraphs
 from mrv2.memory.mirrored import MirroredTensor
-from mrv2.memory.ring import Slot
+from mrv2.memory.ring import ResultRing, Slot
 from mrv2.memory.transfers import Transfers
 from mrv2.output import PendingOutput
 from mrv2.plan import NextDecode, Scheduled, StepPlan
 from mrv2.runner import Runner
+from mrv2.sampling import logprobs
+from mrv2.sampling.logprobs import LogprobsTensors
 from mrv2.sampling.prompt_logprobs import PromptScores
 from mrv2.sampling.sampler import Sampler, SamplerOutput
 from mrv2.state.block_tables import BlockTables
@@ -48,6 +56,8 @@ class ScheduleFault:
     """The check that must find it."""
     apply: Patch
     """Makes a context in which the runner has the fault."""
+    replays: bool = False
+    """Whether it can show only where decode steps are replayed."""
 
 
 # What shows only where the device is late.
@@ -263,6 +273,83 @@ def _state_of_departed_requests_piles_up() -> Iterator[None]:
         yield
 
 
+# What shows only where decode steps are replayed.
+
+
+@contextmanager
+def _slot_read_before_its_event() -> Iterator[None]:
+    wait = PendingOutput.wait
+
+    def faulty(self: PendingOutput) -> RunnerOutput:
+        if self._slot is not None:
+            self._slot.take()
+        return wait(self)
+
+    with patch.object(PendingOutput, "wait", faulty):
+        yield
+
+
+def _ring_not_restarted() -> AbstractContextManager[object]:
+    def faulty(self: ResultRing) -> None:
+        self._num_begun = 0
+        self._owners = [None] * len(self._owners)
+
+    return patch.object(ResultRing, "restart", faulty)
+
+
+@contextmanager
+def _padded_rows_kept() -> Iterator[None]:
+    padded = DecodeGraphs.padded
+
+    def faulty(self: DecodeGraphs, layout: BatchLayout, num_reqs: int) -> BatchLayout:
+        if self._padded is not None and self._padded.num_reqs == num_reqs:
+            return self._padded
+        return padded(self, layout, num_reqs)
+
+    with patch.object(DecodeGraphs, "padded", faulty):
+        yield
+
+
+def _idle_row_advanced() -> AbstractContextManager[object]:
+    reference = commit_step.reference
+
+    def faulty(*args: Tensor) -> None:
+        reference(*args)
+        rows, seq_lens, num_computed_tokens = args[0], args[1], args[-1]
+        num_computed_tokens[rows[seq_lens == 0].long()] += 1
+
+    return patch.object(commit_step, "reference", faulty)
+
+
+@contextmanager
+def _logits_read_behind_the_next_replay() -> Iterator[None]:
+    gather, init, wait = logprobs.gather_logprobs, PendingOutput.__init__, PendingOutput.wait
+    gathered: list[Callable[[], LogprobsTensors]] = []
+    postponed: dict[PendingOutput, Callable[[], LogprobsTensors]] = {}
+
+    def remember(*args: Any, **kwargs: Any) -> LogprobsTensors:
+        gathered.append(partial(gather, *args, **kwargs))
+        return gather(*args, **kwargs)
+
+    def postpone(self: PendingOutput, *args: Any) -> None:
+        init(self, *args)
+        if gathered:
+            postponed[self] = gathered.pop()
+
+    def gather_late(self: PendingOutput) -> RunnerOutput:
+        if self in postponed:
+            late = postponed.pop(self)()
+            self._logprobs = late.token_ids, late.values, late.ranks
+        return wait(self)
+
+    with (
+        patch.object(logprobs, "gather_logprobs", remember),
+        patch.object(PendingOutput, "__init__", postpone),
+        patch.object(PendingOutput, "wait", gather_late),
+    ):
+        yield
+
+
 SCHEDULE_FAULTS = (
     ScheduleFault(
         id="one-staging-buffer",
@@ -365,5 +452,40 @@ SCHEDULE_FAULTS = (
         title="a layout is not uploaded if the last one had its shape",
         found_by="oracle",
         apply=_upload_skipped_by_shape,
+    ),
+    ScheduleFault(
+        id="slot-read-before-its-event",
+        title="a replayed step's tokens are read from the ring before its event was waited for",
+        found_by="late",
+        apply=_slot_read_before_its_event,
+        replays=True,
+    ),
+    ScheduleFault(
+        id="ring-not-restarted",
+        title="the device's counter of the ring keeps what the runs of the capture added to it",
+        found_by="replayed",
+        apply=_ring_not_restarted,
+        replays=True,
+    ),
+    ScheduleFault(
+        id="padded-rows-kept",
+        title="a replay of the last one's size runs the rows of the last one",
+        found_by="replayed",
+        apply=_padded_rows_kept,
+        replays=True,
+    ),
+    ScheduleFault(
+        id="logits-read-behind-the-next-replay",
+        title="logprobs are gathered from a graph's logits when the output is waited for",
+        found_by="replayed",
+        apply=_logits_read_behind_the_next_replay,
+        replays=True,
+    ),
+    ScheduleFault(
+        id="idle-row-advanced",
+        title="the commit advances the row that pads a replayed step",
+        found_by="idle",
+        apply=_idle_row_advanced,
+        replays=True,
     ),
 )

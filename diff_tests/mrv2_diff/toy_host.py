@@ -8,6 +8,7 @@ that keeps a stale block shows it.
 
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -220,6 +221,7 @@ class Toy:
         transfers: Carries every copy; the runner's own by default.
         around: Returns what stands between the runner and the model; nothing by default.
         graph_maker: Captures the sizes of `config.graphs`, at once.
+        capturing: Entered while it does.
     """
 
     def __init__(
@@ -230,12 +232,14 @@ class Toy:
         transfers: Transfers | None = None,
         around: Callable[[HashLM], Ports] = lambda model: model,
         graph_maker: GraphMaker | None = None,
+        capturing: AbstractContextManager[object] | None = None,
     ) -> None:
         self.model = HashLM(config, num_blocks, windows)
         ports = around(self.model)
         self.runner = Runner(config, ports, ports, transfers, graph_maker=graph_maker)
         if graph_maker is not None:
-            self.runner.capture()
+            with capturing or nullcontext():
+                self.runner.capture()
         self.host = ToyHost(config.kv_groups, num_blocks)
         self._vocab_size = config.vocab_size
         self._windows = tuple(windows or (None,) * len(config.kv_groups))

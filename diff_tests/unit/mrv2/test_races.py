@@ -3,13 +3,24 @@
 from collections import Counter, deque
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import cache
 
 import numpy as np
 import pytest
 import torch
 
-from mrv2 import GrammarMask, KVGroup, PendingOutput, RunnerConfig, ThinkingMarkers
+from mrv2 import (
+    GrammarMask,
+    GraphSizes,
+    KVGroup,
+    PendingOutput,
+    ProtocolError,
+    RunnerConfig,
+    ThinkingMarkers,
+)
+from mrv2.graphs.shape import GraphMode
+from mrv2.memory.ring import NUM_SLOTS
 from mrv2.sampling.bitmask import num_words
 from mrv2_diff import race_lane
 from mrv2_diff.late_play import Played, play_late
@@ -51,8 +62,8 @@ def by_name(name: str) -> Callable[[Queued], bool]:
     return lambda queued: queued.name == name
 
 
-def by_turn(phase: int) -> Callable[[Queued], bool]:
-    return lambda queued: queued.number % PERIOD == phase
+def by_turn(phase: int, period: int = PERIOD) -> Callable[[Queued], bool]:
+    return lambda queued: queued.number % period == phase
 
 
 def late_by(which: Callable[[Queued], bool], num_steps: int | None) -> Callable[[], Schedule]:
@@ -129,6 +140,68 @@ def test_what_is_late_is_right_and_not_just_the_same(lag: int) -> None:
     )
     assert sum(len(tokens) for _, tokens in late.outputs) > 80
     assert late.outputs == late.expected
+
+
+# Steps that are replayed from graphs: each replay is one operation, and its results come with it.
+
+REPLAYED = replace(CONFIG, graphs=GraphSizes(decodes=(1, 2, 4), forwards=(8, 16)))
+READ_LATE = 2 * NUM_SLOTS
+"""Steps queued before the oldest one's output is taken: more than the ring of results holds."""
+REPLAYED_SCHEDULES: dict[str, Callable[[], Schedule]] = {
+    "everything to the last moment": LastMoment,
+    "every replay to the last moment": late_by(by_kind("graph"), None),
+    "every replay by 1 steps": late_by(by_kind("graph"), 1),
+    "every replay by 3 steps": late_by(by_kind("graph"), 3),
+    "every upload by 1 steps": late_by(by_kind("upload"), 1),
+    "every op by 1 steps": late_by(by_kind("op"), 1),
+    **{f"operation {phase} of 7": late_by(by_turn(phase, 7), 1) for phase in (0, 3, 5)},
+    "at random": lambda: AtRandom(5, 0.1),
+}
+STORIES: dict[str, Callable[[int], RandomStory]] = {
+    "plain": lambda seed: RandomStory(seed, CONFIG, most_temperature=1.2),
+    "mixed": story,
+}
+"""In a plain one every draw is the graph's own; in a mixed one sampling mostly runs again."""
+
+
+@cache
+def replayed(name: str, seed: int, lag: int) -> Played:
+    played = play_late(REPLAYED, STORIES[name](seed), NUM_STEPS, lag=lag, windows=WINDOWS)
+    eager = play_late(CONFIG, STORIES[name](seed), NUM_STEPS, lag=lag, windows=WINDOWS)
+    assert played.results == eager.results
+    return played
+
+
+def assert_changes_no_replay(schedule: Schedule, name: str, seed: int, lag: int) -> None:
+    late = play_late(
+        REPLAYED, STORIES[name](seed), NUM_STEPS, lag=lag, schedule=schedule, windows=WINDOWS
+    )
+    assert late.stream is not None
+    assert late.stream.most_behind > 0, "nothing was late"
+    num_replays = sum(count for (kind, _), count in late.stream.counts.items() if kind == "graph")
+    assert num_replays == late.steps_by_mode[GraphMode.DECODE] >= 5
+    assert late.differences(replayed(name, seed, lag)) == []
+    assert late.results == late.results_at_end
+
+
+@pytest.mark.parametrize("story_name", STORIES)
+@pytest.mark.parametrize("name", REPLAYED_SCHEDULES)
+def test_no_schedule_changes_a_replayed_step(name: str, story_name: str) -> None:
+    index = list(REPLAYED_SCHEDULES).index(name)
+    for lag in LAGS if "replay" in name or not index else (LAGS[index % len(LAGS)],):
+        assert_changes_no_replay(REPLAYED_SCHEDULES[name](), story_name, 1, lag)
+
+
+@pytest.mark.parametrize("name", ["every replay by 3 steps", "at random"])
+def test_outputs_that_are_read_after_their_slots_came_round_are_those_of_their_steps(
+    name: str,
+) -> None:
+    assert_changes_no_replay(REPLAYED_SCHEDULES[name](), "plain", 1, READ_LATE)
+
+
+def test_a_step_is_refused_whose_slot_a_late_device_has_not_written() -> None:
+    with pytest.raises(ProtocolError, match=f"{NUM_SLOTS} steps are queued"):
+        assert_changes_no_replay(LastMoment(), "plain", 1, READ_LATE)
 
 
 def test_the_stories_do_all_that_can_happen_to_a_request() -> None:
