@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from mrv2 import output
-from mrv2.batch import commit, inputs
+from mrv2.batch import commit, decode, inputs
 from mrv2.memory.arena import Arena
 from mrv2.ops.twin import TwinOp
 from mrv2.plan import Arrival
@@ -130,6 +130,36 @@ def _lost_staged_write() -> Iterator[None]:
 
 def _sequence_length_one_short() -> AbstractContextManager[object]:
     return _after(inputs.gather_tokens, lambda arguments: arguments["seq_lens"].sub_(1))
+
+
+def _off_by_one_position_of_decodes() -> AbstractContextManager[object]:
+    return _after(decode.decode_tokens, lambda arguments: arguments["positions"].add_(1))
+
+
+def _sequence_length_of_decodes_one_short() -> AbstractContextManager[object]:
+    return _after(decode.decode_tokens, lambda arguments: arguments["seq_lens"].sub_(1))
+
+
+def _decodes_draw_one_position_too_far() -> AbstractContextManager[object]:
+    def too_far(arguments: dict[str, Any]) -> None:
+        last = arguments["token_table"].shape[1] - 1
+        arguments["draw_positions"].add_(1).clamp_(max=last)
+
+    return _after(decode.decode_tokens, too_far)
+
+
+def _slot_of_decodes_from_wrong_block() -> AbstractContextManager[object]:
+    return _after(
+        decode.decode_blocks,
+        lambda arguments: arguments["slots"].add_(arguments["block_size"]),
+    )
+
+
+def _blocks_of_decodes_of_another_row() -> AbstractContextManager[object]:
+    def roll(arguments: dict[str, Any]) -> None:
+        arguments["rows"] = arguments["rows"].roll(1)
+
+    return _before(decode.decode_blocks, roll)
 
 
 def _swapped_logit_row() -> AbstractContextManager[object]:
@@ -291,14 +321,14 @@ MUTANTS = (
     ),
     Mutant(
         id="off-by-one-position",
-        title="every position is one too large",
+        title="every position of a step with prompt tokens is one too large",
         case="lifecycle.greedy",
         first="positions",
         apply=_off_by_one_position,
     ),
     Mutant(
         id="slot-from-wrong-block",
-        title="slots point into the next block",
+        title="slots point into the next block in steps with prompt tokens",
         case="lifecycle.greedy",
         first="slots",
         apply=_slot_from_wrong_block,
@@ -312,14 +342,49 @@ MUTANTS = (
     ),
     Mutant(
         id="sequence-length-one-short",
-        title="attention sees one token too few",
+        title="attention sees one token too few in steps with prompt tokens",
         case="lifecycle.greedy",
         first="seq_lens",
         apply=_sequence_length_one_short,
     ),
     Mutant(
+        id="off-by-one-position-of-decodes",
+        title="the position of a decode's token is one too large",
+        case="lifecycle.greedy",
+        first="positions",
+        apply=_off_by_one_position_of_decodes,
+    ),
+    Mutant(
+        id="sequence-length-of-decodes-one-short",
+        title="attention sees one token too few in decodes",
+        case="lifecycle.greedy",
+        first="seq_lens",
+        apply=_sequence_length_of_decodes_one_short,
+    ),
+    Mutant(
+        id="decodes-draw-one-position-too-far",
+        title="a decode's token is put one position behind its own",
+        case="lifecycle.greedy",
+        first="input_ids",
+        apply=_decodes_draw_one_position_too_far,
+    ),
+    Mutant(
+        id="slot-of-decodes-from-wrong-block",
+        title="the slot of a decode's token points into the next block",
+        case="lifecycle.greedy",
+        first="slots",
+        apply=_slot_of_decodes_from_wrong_block,
+    ),
+    Mutant(
+        id="blocks-of-decodes-of-another-row",
+        title="decodes are given a neighbour's blocks",
+        case="lifecycle.greedy",
+        first="slots",
+        apply=_blocks_of_decodes_of_another_row,
+    ),
+    Mutant(
         id="swapped-logit-row",
-        title="two requests get each other's logits",
+        title="two requests get each other's logits in a step with prompt tokens",
         case="lifecycle.greedy",
         first="logits",
         apply=_swapped_logit_row,
