@@ -5,6 +5,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import cache
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -20,7 +21,7 @@ from mrv2 import (
     ThinkingMarkers,
 )
 from mrv2.graphs.shape import GraphMode
-from mrv2.memory.ring import NUM_SLOTS
+from mrv2.memory.ring import NUM_SLOTS, ResultRing
 from mrv2.sampling.bitmask import num_words
 from mrv2_diff import race_lane
 from mrv2_diff.late_play import Played, play_late
@@ -197,6 +198,13 @@ def test_outputs_that_are_read_after_their_slots_came_round_are_those_of_their_s
     name: str,
 ) -> None:
     assert_changes_no_replay(REPLAYED_SCHEDULES[name](), "plain", 1, READ_LATE)
+
+
+def test_outputs_in_slots_that_nobody_reads_in_time_are_lost() -> None:
+    right = replayed("plain", 1, READ_LATE)
+    with patch.object(ResultRing, "make_room", lambda self: None):
+        lost = play_late(REPLAYED, STORIES["plain"](1), NUM_STEPS, lag=READ_LATE, windows=WINDOWS)
+    assert "results" in lost.differences(right)
 
 
 def test_a_step_is_refused_whose_slot_a_late_device_has_not_written() -> None:
