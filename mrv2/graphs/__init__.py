@@ -1,1 +1,1 @@
-"""How a forward is launched: op by op, or (on a GPU, later) as a captured graph."""
+"""How a step reaches the device: operation by operation, or as a captured graph."""
