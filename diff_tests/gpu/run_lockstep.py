@@ -1,7 +1,7 @@
 """Every case in lockstep on a CUDA device, eager and with CUDA graphs, many processes side by side.
 
 usage: python diff_tests/gpu/run_lockstep.py FOLDER [--graphs none,FULL_DECODE_ONLY] [--case ID]
-           [--processes 16] [--seconds 560]
+           [--processes 16] [--devices 1] [--seconds 560]
 
 Each process runs `mrv2-diff run` for some of the cases that share an engine, and has a log of its
 own under FOLDER/lockstep. All records are added to FOLDER/records.jsonl, also those of a process
@@ -12,6 +12,7 @@ and every one passes.
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import subprocess
 import sys
@@ -55,8 +56,8 @@ def parts(cases: Sequence[Case], graphs: Sequence[str]) -> list[Part]:
     return sorted(found, key=lambda part: -len(part.cases))
 
 
-def run(part: Part, folder: Path, deadline: float) -> str:
-    """Run a part, and return how it ended."""
+def run(part: Part, folder: Path, deadline: float, device: int) -> str:
+    """Run a part on one of the devices, and return how it ended."""
     left = deadline - time.monotonic()
     if left < 1.0:
         return "not started, the time was over"
@@ -71,6 +72,7 @@ def run(part: Part, folder: Path, deadline: float) -> str:
         "OMP_NUM_THREADS": "1",
         TRACEBACK_VAR: "1",
         **os.environ,
+        "CUDA_VISIBLE_DEVICES": str(device),
     }
     began = time.monotonic()
     with (folder / f"{part.name}.log").open("wb") as log:
@@ -114,6 +116,7 @@ def main() -> int:
     parser.add_argument("--graphs", default=",".join(GRAPHS))
     parser.add_argument("--case", action="append", default=[])
     parser.add_argument("--processes", type=int, default=16)
+    parser.add_argument("--devices", type=int, default=1, help="GPUs, used by turns")
     parser.add_argument("--seconds", type=float, default=560.0)
     asked = parser.parse_args()
     deadline = time.monotonic() + asked.seconds
@@ -124,7 +127,8 @@ def main() -> int:
     folder = asked.folder / "lockstep"
     folder.mkdir(parents=True, exist_ok=True)
     with ThreadPoolExecutor(asked.processes) as pool:
-        ends = list(pool.map(lambda part: run(part, folder, deadline), work))
+        devices = itertools.cycle(range(asked.devices))
+        ends = list(pool.map(lambda part, n: run(part, folder, deadline, n), work, devices))
     num_passed = num_asked = 0
     bad: list[str] = []
     for part, end in zip(work, ends, strict=True):

@@ -84,6 +84,7 @@ def _of_device(device: str, dtype: str) -> dict[str, Any]:
         "attention_backend": "TRITON_ATTN" if dtype == "float32" else "FLASH_ATTN",
         "gpu_memory_utilization": 0.1,
         "kv_cache_memory_bytes": 1 << 30,  # in place of a measurement; the blocks are counted
+        "kernel_config": {"enable_jit_warmup": False},  # half a minute, and nothing is timed
     }
 
 
