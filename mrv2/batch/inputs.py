@@ -199,6 +199,8 @@ class InputViews(NamedTuple):
 
     rows: Tensor
     query_start_loc: Tensor
+    first_tokens: Tensor
+    """[num_reqs]. `query_start_loc` without its end."""
     cu_num_logits: Tensor
     input_ids: Tensor
     positions: Tensor
@@ -255,6 +257,8 @@ class InputBuffers:
 
         What lies behind a step's own tokens was some other step's.
         """
+        if self._views is not None and num_tokens == self._shape[1]:
+            return self._views.input_ids, self._views.positions
         return self._input_ids[:num_tokens], self._positions[:num_tokens]
 
     def stage(self, layout: BatchLayout) -> None:
@@ -268,6 +272,7 @@ class InputBuffers:
         return InputViews(
             rows=packed[:num_reqs],
             query_start_loc=packed[section : section + num_reqs + 1],
+            first_tokens=packed[section : section + num_reqs],
             cu_num_logits=packed[2 * section : 2 * section + num_reqs + 1],
             input_ids=self._input_ids[:num_tokens],
             positions=self._positions[:num_tokens],
@@ -321,7 +326,7 @@ def prepare_inputs(
     views = buffers.views(layout)
     if layout.is_decode:
         _gather_decode(layout, requests, block_tables, views)
-        logits_indices, logit_rows = views.query_start_loc[:-1], views.rows
+        logits_indices, logit_rows = views.first_tokens, views.rows
     else:
         _gather(layout, requests, block_tables, views)
         logits_indices, logit_rows = views.logits_indices, views.logit_rows
