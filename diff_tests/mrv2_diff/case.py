@@ -13,7 +13,7 @@ _MAPPINGS = frozenset({"logit_bias", "extra_args", "structured_outputs"})
 GRAPHS = ("none", "FULL_DECODE_ONLY")
 """How steps may reach a device: operation by operation, or decodes as CUDA graphs."""
 CAPTURE_SIZES = (1, 2, 4, 8, 16)
-"""Requests of the decodes that are captured. Others are padded, larger ones run eagerly."""
+"""Requests of the decodes that are captured, beside as many as an engine takes; others are padded."""
 
 DEVICES = frozenset({"cpu", "cuda"})
 
@@ -71,7 +71,7 @@ class EngineSpec:
             "logprobs_mode": self.logprobs_mode,
             "use_tqdm_on_load": False,
             **_of_device(device, self.dtype),
-            **_of_graphs(graphs),
+            **_of_graphs(graphs, self.max_num_seqs),
         }
 
 
@@ -88,7 +88,7 @@ def _of_device(device: str, dtype: str) -> dict[str, Any]:
     }
 
 
-def _of_graphs(graphs: str) -> dict[str, Any]:
+def _of_graphs(graphs: str, max_num_seqs: int) -> dict[str, Any]:
     if graphs == "none":
         return {"enforce_eager": True}
     return {
@@ -96,7 +96,7 @@ def _of_graphs(graphs: str) -> dict[str, Any]:
         "compilation_config": {
             "mode": 0,
             "cudagraph_mode": graphs,
-            "cudagraph_capture_sizes": list(CAPTURE_SIZES),
+            "cudagraph_capture_sizes": sorted({*CAPTURE_SIZES, max_num_seqs}),
         },
         "cudagraph_metrics": True,  # V1 says how each step ran
     }
