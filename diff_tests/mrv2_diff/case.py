@@ -13,7 +13,8 @@ _MAPPINGS = frozenset({"logit_bias", "extra_args", "structured_outputs"})
 GRAPHS = ("none", "FULL_DECODE_ONLY")
 """How steps may reach a device: operation by operation, or decodes as CUDA graphs."""
 CAPTURE_SIZES = (1, 2, 4, 8, 16)
-"""Requests of the decodes that are captured, beside as many as an engine takes; others are padded."""
+"""Requests of the decodes that are captured, beside as many as an engine takes. The others are
+padded."""
 
 DEVICES = frozenset({"cpu", "cuda"})
 
