@@ -55,12 +55,14 @@ class GraphSizes:
 
     decodes: tuple[int, ...] = ()
     """Requests of a decode step that is captured whole, from its inputs to its committed tokens."""
+    mixed: tuple[int, ...] = ()
+    """Tokens of a step of any requests, prompts among them, that is captured whole."""
     forwards: tuple[int, ...] = ()
     """Tokens of a forward of which the model itself replays what it captured. Others are not
     padded."""
 
     def __post_init__(self) -> None:
-        for name in ("decodes", "forwards"):
+        for name in ("decodes", "mixed", "forwards"):
             sizes = getattr(self, name)
             if any(size < 1 for size in sizes) or len(set(sizes)) != len(sizes):
                 raise ConfigError(f"{name} is {sizes}; give positive sizes, each once")
@@ -103,7 +105,11 @@ class RunnerConfig:
             value = getattr(self, name)
             if value < 1:
                 raise ConfigError(f"{name} is {value}; it must be at least 1")
-        for name, bound in (("decodes", "max_num_reqs"), ("forwards", "max_num_tokens")):
+        for name, bound in (
+            ("decodes", "max_num_reqs"),
+            ("mixed", "max_num_tokens"),
+            ("forwards", "max_num_tokens"),
+        ):
             largest, most = max(getattr(self.graphs, name), default=0), getattr(self, bound)
             if largest > most:
                 raise ConfigError(f"graphs.{name} has {largest}; {bound} is {most}")

@@ -49,16 +49,17 @@ class PendingOutput:
 
     Args:
         layout: The step's layout.
-        sampled: Device results; copies are queued now.
+        sampled: Device results; copies are queued now. None where the step wrote its tokens itself.
         transfers: Carries the copies.
         prompt_scores: Of the prompts that the step completes; their copies are queued already.
-        slot: Where the step itself writes its tokens on the host; None if they are to be copied.
+        slot: Where the step itself writes a token of each request on the host, also of those that
+            draw none; given if `sampled` is not.
     """
 
     def __init__(
         self,
         layout: BatchLayout,
-        sampled: SamplerOutput,
+        sampled: SamplerOutput | None,
         transfers: Transfers,
         prompt_scores: Mapping[str, PromptScores],
         slot: Slot | None = None,
@@ -67,9 +68,9 @@ class PendingOutput:
         self._prompt_scores = prompt_scores
         self._transfers = transfers
         self._slot = slot
-        self._token_ids = None if slot is not None else transfers.download(sampled.token_ids)
+        self._token_ids = None if sampled is None else transfers.download(sampled.token_ids)
         self._logprobs: tuple[Tensor, Tensor, Tensor] | None = None
-        if sampled.logprobs is not None:
+        if sampled is not None and sampled.logprobs is not None:
             tensors = sampled.logprobs
             self._logprobs = (
                 transfers.download(tensors.token_ids),
@@ -98,11 +99,14 @@ class PendingOutput:
         )
 
     def _drawn(self) -> list[int]:
-        if self._slot is not None:
-            return self._slot.take()
-        assert self._token_ids is not None, "what no slot takes is copied"
-        drawn: list[int] = self._token_ids.tolist()
-        return drawn
+        if self._token_ids is not None:
+            copied: list[int] = self._token_ids.tolist()
+            return copied
+        assert self._slot is not None, "what is not copied is in a slot"
+        written, layout = self._slot.take(), self._layout
+        if layout.num_logits == layout.num_reqs:
+            return written
+        return [written[index] for index in layout.draws.tolist()]
 
     def _host_logprobs(self) -> Logprobs | None:
         if self._logprobs is None:

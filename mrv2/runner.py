@@ -7,7 +7,7 @@ planned and queued before this one's output was waited for: nothing that it need
 to the host first.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -17,10 +17,11 @@ import torch
 from torch import Tensor
 
 from mrv2.batch.commit import commit_step
-from mrv2.batch.inputs import InputBatch, InputBuffers, prepare_inputs
+from mrv2.batch.inputs import InputBatch, InputBuffers, prepare_inputs, prepare_mixed_inputs
 from mrv2.batch.layout import (
     BatchLayout,
     idle_decode,
+    idle_mixed,
     is_next_decode,
     lay_out_next_decode,
     layout_batch,
@@ -28,8 +29,8 @@ from mrv2.batch.layout import (
 from mrv2.config import RunnerConfig
 from mrv2.errors import CapacityError, ConfigError, ProtocolError
 from mrv2.graphs.capture import CudaGraphMaker, GraphMaker
-from mrv2.graphs.decode import DecodeGraphs, DrawnStep
-from mrv2.graphs.shape import GraphKey, GraphMode, GraphShapes
+from mrv2.graphs.shape import WHOLE, GraphKey, GraphMode, GraphShapes
+from mrv2.graphs.whole import DrawnStep, StepGraphs
 from mrv2.memory.arena import Arena
 from mrv2.memory.ring import ResultRing, Slot, publish
 from mrv2.memory.transfers import Transfers
@@ -37,9 +38,9 @@ from mrv2.output import PendingOutput
 from mrv2.plan import Scheduled, StepPlan
 from mrv2.ports import AttentionPlanner, ForwardInputs, Model
 from mrv2.sampling.grammar import GrammarMask
-from mrv2.sampling.prompt_logprobs import PromptLogprobs
+from mrv2.sampling.prompt_logprobs import PromptLogprobs, PromptScores
 from mrv2.sampling.sampler import Sampler
-from mrv2.sampling.stage import StageFactory
+from mrv2.sampling.stage import LogitsView, StageFactory
 from mrv2.sampling.stages import STAGES
 from mrv2.state.block_tables import BlockTables
 from mrv2.state.check import check_blocks, check_events, check_work
@@ -92,10 +93,10 @@ class Runner:
     ) -> None:
         if graph_maker is None and config.device.type == "cuda":
             graph_maker = CudaGraphMaker(config.device)
-        if graph_maker is None and config.graphs.decodes:
+        if graph_maker is None and (config.graphs.decodes or config.graphs.mixed):
             raise ConfigError(
-                f"graphs.decodes is {config.graphs.decodes}; on {config.device.type} steps cannot "
-                "be captured: leave it empty"
+                f"graphs is {config.graphs}; on {config.device.type} steps cannot be captured: "
+                "leave decodes and mixed empty"
             )
         self.config = config
         self.transfers = transfers or Transfers(config.device)
@@ -114,8 +115,8 @@ class Runner:
         )
         self._buffers = InputBuffers(config, self._arena)
         self._arena.allocate()
-        self._shapes = GraphShapes(config.graphs)
-        self._graphs = None if graph_maker is None else DecodeGraphs(config.idle_row, graph_maker)
+        self._shapes = GraphShapes(config.graphs, config.max_num_reqs)
+        self._graphs = None if graph_maker is None else StepGraphs(config.idle_row, graph_maker)
         self._ring = ResultRing(config.max_num_reqs, config.device)
         self._model = model
         self._attention = attention
@@ -146,9 +147,7 @@ class Runner:
         self.requests.advance(layout.rows, layout.query_lens)
         self.trace.record("layout", layout)
         self.trace.record("graph_key", key)
-        step = (
-            self._replay(layout, key) if key.mode is GraphMode.DECODE else self._launch(layout, key)
-        )
+        step = self._replay(layout, key) if key.mode in WHOLE else self._launch(layout, key)
         self._num_executed += 1
         self.num_steps[key.mode] += 1
         return step
@@ -163,7 +162,7 @@ class Runner:
             CaptureError: A step cannot be captured. All steps stay eager.
         """
         self.release_graphs()
-        config, graphs = self.config, self._graphs
+        config = self.config
         for num_tokens in sorted(config.graphs.forwards, reverse=True):
             input_ids, positions = self._buffers.padded(num_tokens)
             for replays in (False, True):  # what a first run allocates is not captured
@@ -172,14 +171,21 @@ class Runner:
                         input_ids=input_ids, positions=positions, attention=None, replays=replays
                     )
                 )
+        for num_tokens in sorted(config.graphs.mixed, reverse=True):
+            key = self._shapes.mixed(num_tokens)
+            layout = idle_mixed(num_tokens, key.num_reqs, config.idle_row, config.max_model_len)
+            self._capture(key, layout)
         for num_reqs in sorted(config.graphs.decodes, reverse=True):
-            assert graphs is not None, "the constructor refuses sizes that nothing can capture"
             layout = idle_decode(num_reqs, config.idle_row, config.max_model_len)
-            self.transfers.begin_step()
-            self._flush(layout)
-            graphs.capture(num_reqs, partial(self._queue_whole_decode, layout))
+            self._capture(GraphKey(GraphMode.DECODE, num_reqs, num_reqs), layout)
         self._ring.restart()
         self._is_captured = True
+
+    def _capture(self, key: GraphKey, layout: BatchLayout) -> None:
+        assert self._graphs is not None, "the constructor refuses sizes that nothing can capture"
+        self.transfers.begin_step()
+        self._flush(layout)
+        self._graphs.capture(key, partial(self._queue_to_the_end, layout))
 
     def release_graphs(self) -> None:
         """Let go of what `capture` made; steps run eagerly until it is called again."""
@@ -206,7 +212,8 @@ class Runner:
             self.transfers.begin_step()
             self._flush(layout)
             batch = prepare_inputs(layout, self.requests, self.block_tables, self._buffers)
-        self._commit(batch, torch.zeros(1, dtype=torch.int64, device=self.config.device))
+        token_ids = torch.zeros(1, dtype=torch.int64, device=self.config.device)
+        self._commit(batch, batch.logits_view, token_ids)
 
     def run_idle(self, num_reqs: int) -> Tensor:
         """Queue a decode step of requests that are none, as a real one would be; no row changes.
@@ -230,9 +237,9 @@ class Runner:
         key = self._shapes.choose(layout, is_captured=self._is_captured)
         self.transfers.begin_step()
         self._flush(self._as_run(layout, key))
-        if key.mode is GraphMode.DECODE:
+        if key.mode in WHOLE:
             return self._replay(layout, key).hidden
-        return self._queue_decode(layout).hidden
+        return self._queue_whole(layout).hidden
 
     def _launch(self, layout: BatchLayout, key: GraphKey) -> StepInFlight:
         """Queue a step up to its hidden states, operation by operation."""
@@ -251,10 +258,10 @@ class Runner:
         return StepInFlight(batch=batch, hidden=hidden, number=self._num_executed + 1)
 
     def _replay(self, layout: BatchLayout, key: GraphKey) -> StepInFlight:
-        """Queue a whole decode step, its commit included, in one launch."""
-        assert self._graphs is not None, "a decode is replayed only where it was captured"
+        """Queue a whole step, its commit included, in one launch."""
+        assert self._graphs is not None, "a step is replayed only where it was captured"
         slot = self._ring.begin(layout.num_reqs)
-        step = self._graphs.replay(layout, key.num_reqs)
+        step = self._graphs.replay(layout, key)
         self.trace.record("batch", step.batch)
         self.trace.record("forward_inputs", step.inputs)
         self.trace.record("hidden", step.hidden)
@@ -266,24 +273,30 @@ class Runner:
             slot=slot,
         )
 
-    def _queue_whole_decode(self, layout: BatchLayout) -> DrawnStep:
-        """Queue a decode step to its end: its tokens are written into the host's memory."""
-        step = self._queue_decode(layout)
+    def _queue_to_the_end(self, layout: BatchLayout) -> DrawnStep:
+        """Queue a step to its very end: its tokens are written into the host's memory."""
+        step = self._queue_whole(layout)
         publish(step.token_ids, self._ring.cursor, self._ring.values)
         return step
 
-    def _queue_decode(self, layout: BatchLayout) -> DrawnStep:
-        """Queue a decode step with a plain draw, over rows that are on the device already."""
-        batch = prepare_inputs(layout, self.requests, self.block_tables, self._buffers)
+    def _queue_whole(self, layout: BatchLayout) -> DrawnStep:
+        """Queue a step with a plain draw and its commit, over rows that are on the device already.
+
+        Args:
+            layout: Of a decode, or what `pad_mixed` made.
+        """
+        prepare = prepare_inputs if layout.is_decode else prepare_mixed_inputs
+        batch = prepare(layout, self.requests, self.block_tables, self._buffers)
         inputs = ForwardInputs(
             input_ids=batch.input_ids,
             positions=batch.positions,
             attention=self._attention.plan(batch),
         )
         hidden = self._model.forward(inputs)
-        logits = self._model.compute_logits(hidden)
+        last = hidden if layout.is_decode else hidden.index_select(0, batch.logits_indices)
+        logits = self._model.compute_logits(last)
         token_ids = self.sampler.draw_plainly(logits, batch.logits_view)
-        self._commit(batch, token_ids)
+        self._commit(batch, batch.logits_view, token_ids)
         return DrawnStep(
             batch=batch, inputs=inputs, hidden=hidden, logits=logits, token_ids=token_ids
         )
@@ -318,43 +331,65 @@ class Runner:
         if grammar is not None:
             grammar.check(batch.layout.num_logits, self.config.vocab_size)
         self._num_sampled = step.number
-        drawn = step.drawn
-        logits = self._model.compute_logits(_of_logits(step)) if drawn is None else drawn.logits
+        is_drawn = (
+            step.drawn is not None
+            and grammar is None
+            and self.sampler.draws_plainly(batch.layout.logit_rows)
+        )
+        if is_drawn and forced_ids is None and not self.trace.wants("processed_logits"):
+            # Drawn, committed and on its way.
+            scores = self._score_prompts(step)
+            return PendingOutput(batch.layout, None, self.transfers, scores, step.slot)
+        logits, view, token_ids = self._draws_of(step)
         if grammar is not None:
             grammar.apply(logits, self.transfers)
         self.trace.record("logits", logits)
-        is_drawn = (
-            drawn is not None
-            and grammar is None
-            and self.sampler.draws_plainly(batch.logits_view.rows_np)
-        )
-        if drawn is not None and is_drawn:
-            sampled = self.sampler.drawn(drawn.token_ids, logits, batch.logits_view)
+        if is_drawn and token_ids is not None:
+            sampled = self.sampler.drawn(token_ids, logits, view)
         else:
-            sampled = self.sampler(logits, batch.logits_view)
-        prompt_scores = self._prompt_logprobs.score(
-            batch.layout.rows,
-            batch.layout.num_computed_tokens,
-            batch.layout.query_start_loc,
-            step.hidden,
-            self._model.compute_logits,
+            sampled = self.sampler(logits, view)
+        pending = PendingOutput(
+            batch.layout, sampled, self.transfers, self._score_prompts(step), None
         )
-        slot = step.slot if is_drawn else None
-        pending = PendingOutput(batch.layout, sampled, self.transfers, prompt_scores, slot)
         committed = sampled.token_ids
         if forced_ids is not None:
             committed = self.transfers.upload(forced_ids)
-        if forced_ids is not None or not is_drawn:
-            self._commit(batch, committed)
+        self._commit(batch, view, committed)
         self.trace.record("committed", committed)
         return pending
 
-    def _commit(self, batch: InputBatch, token_ids: Tensor) -> None:
+    def _draws_of(self, step: StepInFlight) -> tuple[Tensor, LogitsView, Tensor | None]:
+        """Return the logits of the requests that draw, whose they are, and what a graph drew."""
+        batch, layout, drawn = step.batch, step.batch.layout, step.drawn
+        if drawn is None:
+            return self._model.compute_logits(_of_logits(step)), batch.logits_view, None
+        if layout.num_logits == layout.num_reqs:
+            return drawn.logits, batch.logits_view, drawn.token_ids
+        draws = self.transfers.upload(layout.draws)
+        view = LogitsView(
+            logit_rows=batch.logits_view.logit_rows.index_select(0, draws),
+            positions=batch.logits_view.positions.index_select(0, draws),
+            rows_np=layout.logit_rows,
+        )
+        logits, token_ids = drawn.logits, drawn.token_ids
+        return logits.index_select(0, draws), view, token_ids.index_select(0, draws)
+
+    def _score_prompts(self, step: StepInFlight) -> Mapping[str, PromptScores]:
+        layout = step.batch.layout
+        return self._prompt_logprobs.score(
+            layout.rows,
+            layout.num_computed_tokens,
+            layout.query_start_loc,
+            step.hidden,
+            self._model.compute_logits,
+        )
+
+    def _commit(self, batch: InputBatch, view: LogitsView, token_ids: Tensor) -> None:
         commit_step(
             batch.rows,
             batch.seq_lens,
-            batch.logits_view.logit_rows,
-            batch.logits_view.positions,
+            view.logit_rows,
+            view.positions,
             token_ids,
             self.requests.token_ids.tensor,
             self.requests.num_computed_tokens.tensor,
@@ -393,10 +428,10 @@ class Runner:
 
     def _as_run(self, layout: BatchLayout, key: GraphKey) -> BatchLayout:
         """Return the layout that is run in place of another: padded, if a graph is replayed."""
-        if key.mode is not GraphMode.DECODE:
+        if key.mode not in WHOLE:
             return layout
-        assert self._graphs is not None, "a decode is replayed only where it was captured"
-        return self._graphs.padded(layout, key.num_reqs)
+        assert self._graphs is not None, "a step is replayed only where it was captured"
+        return self._graphs.padded(layout, key)
 
     def _flush(self, layout: BatchLayout) -> None:
         """Queue what changed since the last step, the layout included: one upload and one kernel.

@@ -109,7 +109,7 @@ def engine_arguments(kind: str) -> dict[str, Any]:
     compilation = {
         "mode": arguments.pop("mode"),
         "cudagraph_mode": kind.rpartition("-")[2],
-        "cudagraph_capture_sizes": _MIXED_SIZES if "PIECEWISE" in kind else _SIZES,
+        "cudagraph_capture_sizes": _SIZES if kind.endswith("DECODE_ONLY") else _MIXED_SIZES,
     }
     arguments |= {"enforce_eager": False, "compilation_config": compilation}
     return {**ENGINE, **arguments}
@@ -291,6 +291,7 @@ def test_each_engine_is_what_it_should_be(outcomes: Any, kind: str) -> None:
     modes = ours.steps_by_mode
     assert (modes["decode"] > 20) == (kind in WHOLE), modes
     assert (modes["forward"] > 20) == (kind in PIECES), modes
+    assert (modes["mixed"] > 10) == kind.endswith("-FULL"), modes
 
 
 @pytest.mark.parametrize("kind", [*KINDS, *GRAPHS])

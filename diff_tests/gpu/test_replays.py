@@ -26,6 +26,7 @@ CONFIG = RunnerConfig(
     kv_groups=(KVGroup(block_size=4, max_blocks=24), KVGroup(block_size=8, max_blocks=12)),
     graphs=GraphSizes(decodes=(1, 2, 4, 6)),
 )
+MIXED = replace(CONFIG, graphs=GraphSizes(decodes=(1, 2, 4, 6), mixed=(4, 16, 64)))
 WINDOWS = (None, 5)
 
 
@@ -53,6 +54,22 @@ def test_replays_give_the_tokens_of_eager_steps_whatever_is_asked_for(seed: int)
     replayed = play(CONFIG, seed, 2, mixed=True)
     eager = play(replace(CONFIG, graphs=GraphSizes()), seed, 2, mixed=True)
     assert replayed.runner.num_steps[GraphMode.DECODE] > 20
+    assert replayed.outputs() == eager.outputs()
+
+
+@pytest.mark.parametrize("lag", [0, 2])
+@pytest.mark.parametrize("seed", range(4))
+def test_steps_with_prompts_give_the_oracles_tokens_when_replayed(seed: int, lag: int) -> None:
+    toy = play(MIXED, seed, lag)
+    assert toy.runner.num_steps[GraphMode.MIXED] > 20
+    assert toy.outputs() == toy.expected()
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_steps_with_prompts_give_the_tokens_of_eager_ones_whatever_is_asked_for(seed: int) -> None:
+    replayed = play(MIXED, seed, 2, mixed=True)
+    eager = play(replace(CONFIG, graphs=GraphSizes()), seed, 2, mixed=True)
+    assert replayed.runner.num_steps[GraphMode.MIXED] > 20
     assert replayed.outputs() == eager.outputs()
 
 

@@ -27,7 +27,8 @@ from mrv2 import RunnerOutput, runner
 from mrv2.batch.commit import commit_step
 from mrv2.batch.inputs import InputBuffers
 from mrv2.batch.layout import BatchLayout, Int32, is_next_decode, lay_out_next_decode
-from mrv2.graphs.decode import DecodeGraphs
+from mrv2.graphs.shape import GraphKey
+from mrv2.graphs.whole import StepGraphs
 from mrv2.memory.mirrored import MirroredTensor
 from mrv2.memory.ring import ResultRing, Slot
 from mrv2.memory.transfers import Transfers
@@ -85,7 +86,7 @@ def _event_before_the_copies() -> Iterator[None]:
     def faulty(
         self: PendingOutput,
         layout: BatchLayout,
-        sampled: SamplerOutput,
+        sampled: SamplerOutput | None,
         transfers: Transfers,
         prompt_scores: Mapping[str, PromptScores],
         slot: Slot | None = None,
@@ -299,14 +300,14 @@ def _ring_not_restarted() -> AbstractContextManager[object]:
 
 @contextmanager
 def _padded_rows_kept() -> Iterator[None]:
-    padded = DecodeGraphs.padded
+    padded = StepGraphs.padded
 
-    def faulty(self: DecodeGraphs, layout: BatchLayout, num_reqs: int) -> BatchLayout:
-        if self._padded is not None and self._padded.num_reqs == num_reqs:
+    def faulty(self: StepGraphs, layout: BatchLayout, key: GraphKey) -> BatchLayout:
+        if self._padded is not None and self._padded.num_reqs == key.num_reqs:
             return self._padded
-        return padded(self, layout, num_reqs)
+        return padded(self, layout, key)
 
-    with patch.object(DecodeGraphs, "padded", faulty):
+    with patch.object(StepGraphs, "padded", faulty):
         yield
 
 

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from mrv2.batch.decode import decode_blocks, decode_tokens
 from mrv2.batch.layout import BatchLayout, Int32, section_len
+from mrv2.batch.mixed import locate_draws, pad_slots
 from mrv2.config import RunnerConfig
 from mrv2.memory.arena import Arena
 from mrv2.memory.staged import StagedWriteTensor
@@ -87,19 +88,19 @@ def _gather_tokens_reference(
             `num_tokens`.
         token_table: [max_rows, max_len] int32. Known tokens by row.
         num_computed_tokens: [max_rows] int32. Position of each row's first token in this step.
-        max_query_len: Tokens of the longest query.
-        input_ids: [num_tokens] int32. Written.
-        positions: [num_tokens] int64. Written.
+        max_query_len: Tokens of the longest query, or more.
+        input_ids: [at least num_tokens] int32. Written up to there.
+        positions: [at least num_tokens] int64. Written up to there.
         seq_lens: [num_reqs] int32. Written: computed tokens with this step's.
     """
     first = num_computed_tokens.index_select(0, rows)
     query_lens = query_start_loc.diff()
-    batch_idx = torch.repeat_interleave(query_lens, output_size=positions.shape[0])
+    batch_idx = torch.repeat_interleave(query_lens)
+    num_tokens = batch_idx.shape[0]
     torch.add(first, query_lens, out=seq_lens)
-    torch.add(
-        (first - query_start_loc[:-1])[batch_idx], torch.arange(positions.shape[0]), out=positions
-    )
-    input_ids.copy_(token_table[rows[batch_idx], positions])
+    own = (first - query_start_loc[:-1])[batch_idx] + torch.arange(num_tokens)
+    positions[:num_tokens] = own
+    input_ids[:num_tokens] = token_table[rows[batch_idx], own]
 
 
 gather_tokens = TwinOp(
@@ -316,6 +317,32 @@ class InputBatch:
     logits_view: LogitsView
 
 
+def prepare_mixed_inputs(
+    layout: BatchLayout,
+    requests: RequestColumns,
+    block_tables: BlockTables,
+    buffers: InputBuffers,
+) -> InputBatch:
+    """Queue the kernels that make the inputs of a layout that `pad_mixed` made.
+
+    Its packed values are on the device. Everybody has a logit, of the idle row where it draws none.
+    """
+    views = buffers.views(layout)
+    draw_rows = views.cu_num_logits[: layout.num_reqs]  # what `pad_mixed` puts there
+    _gather_tokens_and_slots(layout, requests, block_tables, views)
+    for slots in views.slots:
+        pad_slots(views.query_start_loc, slots)
+    locate_draws(
+        views.query_start_loc,
+        views.seq_lens,
+        draw_rows,
+        requests.idle_row,
+        views.logits_indices,
+        views.logit_positions,
+    )
+    return _batch(layout, views, views.logits_indices, draw_rows)
+
+
 def prepare_inputs(
     layout: BatchLayout,
     requests: RequestColumns,
@@ -330,6 +357,12 @@ def prepare_inputs(
     else:
         _gather(layout, requests, block_tables, views)
         logits_indices, logit_rows = views.logits_indices, views.logit_rows
+    return _batch(layout, views, logits_indices, logit_rows)
+
+
+def _batch(
+    layout: BatchLayout, views: InputViews, logits_indices: Tensor, logit_rows: Tensor
+) -> InputBatch:
     return InputBatch(
         layout=layout,
         rows=views.rows,
@@ -380,6 +413,22 @@ def _gather_decode(
 def _gather(
     layout: BatchLayout, requests: RequestColumns, block_tables: BlockTables, views: InputViews
 ) -> None:
+    _gather_tokens_and_slots(layout, requests, block_tables, views)
+    locate_logits(
+        views.rows,
+        views.query_start_loc,
+        views.cu_num_logits,
+        views.seq_lens,
+        layout.max_num_logits,
+        views.logits_indices,
+        views.logit_rows,
+        views.logit_positions,
+    )
+
+
+def _gather_tokens_and_slots(
+    layout: BatchLayout, requests: RequestColumns, block_tables: BlockTables, views: InputViews
+) -> None:
     gather_tokens(
         views.rows,
         views.query_start_loc,
@@ -403,13 +452,3 @@ def _gather(
             layout.max_query_len,
             slots,
         )
-    locate_logits(
-        views.rows,
-        views.query_start_loc,
-        views.cu_num_logits,
-        views.seq_lens,
-        layout.max_num_logits,
-        views.logits_indices,
-        views.logit_rows,
-        views.logit_positions,
-    )

@@ -54,6 +54,11 @@ class BatchLayout:
         """Whether every request runs one token and draws the next."""
         return self.max_query_len == 1 and self.num_logits == self.num_reqs
 
+    @property
+    def draws(self) -> npt.NDArray[np.int64]:
+        """[num_logits]. Batch positions of the requests that draw; one logit each."""
+        return np.flatnonzero(np.diff(self.cu_num_logits))
+
 
 def section_len(num_reqs: int) -> int:
     """Return the length of a section of `BatchLayout.packed`: `num_reqs + 1` in steps of 16 bytes.
@@ -173,3 +178,59 @@ def _decode(rows: Int32, seq_len: int) -> BatchLayout:
         num_known_tokens=[seq_len] * num_reqs,
     )
     return layout_batch(scheduled, rows)
+
+
+def pad_mixed(layout: BatchLayout, num_tokens: int, num_reqs: int, idle_row: int) -> BatchLayout:
+    """Return a step with requests and tokens behind its own that are nobody's.
+
+    In its `packed`, the rows that draw take the place of `cu_num_logits`: for each request its row,
+    or the idle one where it draws nothing. Everybody has one logit.
+    """
+    rows = np.full(num_reqs, idle_row, dtype=np.int32)
+    rows[: layout.num_reqs] = layout.rows
+    query_lens = np.zeros(num_reqs, dtype=np.int32)
+    query_lens[: layout.num_reqs] = layout.query_lens
+    seq_lens = np.zeros(num_reqs, dtype=np.int32)
+    seq_lens[: layout.num_reqs] = layout.seq_lens
+    section = section_len(num_reqs)
+    packed = np.zeros(3 * section, dtype=np.int32)
+    packed[:num_reqs] = rows
+    query_start_loc = packed[section : section + num_reqs + 1]
+    query_start_loc[: layout.num_reqs + 1] = layout.query_start_loc
+    query_start_loc[layout.num_reqs + 1 :] = layout.num_tokens
+    draw_rows = packed[2 * section : 2 * section + num_reqs]
+    draw_rows[:] = idle_row
+    draw_rows[layout.draws] = layout.logit_rows
+    return BatchLayout(
+        scheduled=layout.scheduled,
+        req_ids=layout.req_ids,
+        rows=rows,
+        query_lens=query_lens,
+        num_computed_tokens=seq_lens - query_lens,
+        seq_lens=seq_lens,
+        query_start_loc=query_start_loc,
+        cu_num_logits=np.arange(num_reqs + 1, dtype=np.int32),
+        packed=packed,
+        logit_rows=draw_rows,
+        num_reqs=num_reqs,
+        num_tokens=num_tokens,
+        num_logits=num_reqs,
+        max_query_len=num_tokens,
+        max_seq_len=layout.max_seq_len,
+        max_num_logits=1,
+    )
+
+
+def idle_mixed(num_tokens: int, num_reqs: int, idle_row: int, seq_len: int) -> BatchLayout:
+    """Return a padded step of no requests at all.
+
+    Args:
+        num_tokens: Tokens, nobody's.
+        num_reqs: Batch positions.
+        idle_row: The row that all of them name.
+        seq_len: Tokens of the longest, for whoever sizes something by it.
+    """
+    padded = pad_mixed(idle_decode(1, idle_row, seq_len), num_tokens, num_reqs, idle_row)
+    padded.query_start_loc[:] = 0
+    padded.query_lens[:] = padded.seq_lens[:] = padded.num_computed_tokens[:] = 0
+    return padded

@@ -17,7 +17,13 @@ class GraphMode(StrEnum):
     FORWARD = "forward"
     """Operation by operation, but in the forward the model replays what it captured itself."""
     DECODE = "decode"
-    """From its inputs to its committed tokens in one launch."""
+    """Every request draws one token after another: all in one launch, to the committed tokens."""
+    MIXED = "mixed"
+    """Prompts are among the requests: in one launch, too."""
+
+
+WHOLE = frozenset({GraphMode.DECODE, GraphMode.MIXED})
+"""Modes in which a whole step is one launch."""
 
 
 class GraphKey(NamedTuple):
@@ -33,17 +39,20 @@ class GraphShapes:
 
     Args:
         sizes: What may be padded to.
+        max_num_reqs: Requests of the largest step.
     """
 
-    def __init__(self, sizes: GraphSizes) -> None:
+    def __init__(self, sizes: GraphSizes, max_num_reqs: int) -> None:
+        self._max_num_reqs = max_num_reqs
         self._decodes = sorted(sizes.decodes)
+        self._mixed = sorted(sizes.mixed)
         self._forwards = sorted(sizes.forwards)
 
     def choose(self, layout: BatchLayout, *, is_captured: bool) -> GraphKey:
         """Return the key of a step.
 
-        A decode that fits is replayed whole. What does not fit is padded for the model's own graphs
-        where it fits those, and runs in its own shape otherwise.
+        What fits is replayed whole. What does not is padded for the model's own graphs where it
+        fits those, and runs in its own shape otherwise.
 
         Args:
             layout: The step's.
@@ -55,10 +64,17 @@ class GraphShapes:
             size = _least(self._decodes, layout.num_reqs)
             if size is not None:
                 return GraphKey(GraphMode.DECODE, size, size)
+        size = _least(self._mixed, layout.num_tokens)
+        if size is not None:
+            return self.mixed(size)
         size = _least(self._forwards, layout.num_tokens)
         if size is not None:
             return GraphKey(GraphMode.FORWARD, size, layout.num_reqs)
         return GraphKey(GraphMode.EAGER, layout.num_tokens, layout.num_reqs)
+
+    def mixed(self, num_tokens: int) -> GraphKey:
+        """Return the key of a captured step of so many tokens: as many requests as there can be."""
+        return GraphKey(GraphMode.MIXED, num_tokens, min(num_tokens, self._max_num_reqs))
 
 
 def _least(sizes: Sequence[int], wanted: int) -> int | None:

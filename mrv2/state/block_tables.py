@@ -123,16 +123,17 @@ def _slot_mapping_reference(
         block_table: [num_reqs, num_columns] int32. Gathered, in batch order.
         query_start_loc: [num_reqs + 1] int32. First token of each request; the last entry is
             `num_tokens`.
-        positions: [num_tokens] int64.
+        positions: [at least num_tokens] int64.
         block_size: Tokens in a block.
-        max_query_len: Tokens of the longest query.
-        slots: [num_tokens] int64. Written.
+        max_query_len: Tokens of the longest query, or more.
+        slots: [at least num_tokens] int64. Written up to there.
     """
-    column = positions.div(block_size, rounding_mode="floor")
-    query_lens = query_start_loc.diff()
-    batch_idx = torch.repeat_interleave(query_lens, output_size=positions.shape[0])
+    batch_idx = torch.repeat_interleave(query_start_loc.diff())
+    num_tokens = batch_idx.shape[0]
+    own = positions[:num_tokens]
+    column = own.div(block_size, rounding_mode="floor")
     block_ids = block_table[batch_idx, column]
-    torch.add(positions, block_ids - column, alpha=block_size, out=slots)
+    torch.add(own, block_ids - column, alpha=block_size, out=slots[:num_tokens])
 
 
 slot_mapping = TwinOp(

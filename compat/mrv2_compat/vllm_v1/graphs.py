@@ -69,18 +69,16 @@ def graph_sizes(
     sizes = compilation.cudagraph_capture_sizes
     if mode == CUDAGraphMode.NONE or not sizes:
         return GraphSizes()
-    if mode == CUDAGraphMode.FULL:
-        _logger.info_once(
-            "mrv2: cudagraph_mode FULL captures whole decode steps; "
-            "steps with prompt tokens run eagerly"
-        )
     decodes: tuple[int, ...] = ()
     if mode.decode_mode() == CUDAGraphMode.FULL:
         decodes = _decode_sizes(sizes, scheduler.max_num_seqs)
+    mixed: tuple[int, ...] = ()
+    if mode.mixed_mode() == CUDAGraphMode.FULL:
+        mixed = tuple(size for size in sizes if size <= scheduler.max_num_batched_tokens)
     forwards: tuple[int, ...] = ()
     if mode.mixed_mode() == CUDAGraphMode.PIECEWISE:
         forwards = tuple(size for size in sizes if size <= scheduler.max_num_batched_tokens)
-    return GraphSizes(decodes=decodes, forwards=forwards)
+    return GraphSizes(decodes=decodes, mixed=mixed, forwards=forwards)
 
 
 def _decode_sizes(sizes: Sequence[int], max_num_seqs: int) -> tuple[int, ...]:

@@ -77,10 +77,11 @@ class HashLM:
     def plan(self, batch: InputBatch) -> HashAttention:
         """Locate each token in its request by the device's lengths, as attention kernels do."""
         layout = batch.layout
-        query_lens = batch.query_start_loc.diff()
-        batch_idx = torch.repeat_interleave(query_lens, output_size=layout.num_tokens)
-        token_idx = torch.arange(layout.num_tokens, device=batch_idx.device)
-        behind = batch.query_start_loc[1:][batch_idx] - token_idx
+        ends = batch.query_start_loc[1:]
+        token_idx = torch.arange(layout.num_tokens, dtype=ends.dtype, device=ends.device)
+        # What pads the step lies behind every request, and is taken for the last one's.
+        batch_idx = torch.bucketize(token_idx, ends, right=True).clamp_(max=len(ends) - 1)
+        behind = ends[batch_idx] - token_idx
         return HashAttention(
             batch_idx=batch_idx,
             ends=(batch.seq_lens[batch_idx] - behind + 1).clamp(0, layout.max_seq_len),

@@ -24,11 +24,13 @@ _QUERIES = (
     ("decodes", [1, 1, 1, 1, 1, 1, 1]),
     ("ends with an empty request", [3, 0]),
 )
+_PADDING = 7
+"""Tokens behind the last request's, which are nobody's."""
 
 
 def _gather_tokens(generator: torch.Generator) -> Iterator[Sample]:
-    for name, query_lens in _QUERIES:
-        num_reqs, num_tokens = len(query_lens), sum(query_lens)
+    for number, (name, query_lens) in enumerate(_QUERIES):
+        num_reqs, num_tokens = len(query_lens), sum(query_lens) + _PADDING * (number % 2)
         rows = scattered_rows(num_reqs, _MAX_ROWS, generator)
         num_computed = integers(0, 5, (_MAX_ROWS,), torch.int32, generator)
         # The longest query ends at the end of its row.
@@ -42,7 +44,7 @@ def _gather_tokens(generator: torch.Generator) -> Iterator[Sample]:
                 "query_start_loc": prefix_sums(query_lens),
                 "token_table": strided(table, gap=3),
                 "num_computed_tokens": num_computed,
-                "max_query_len": max(query_lens),
+                "max_query_len": max(query_lens) + 300 * (number % 2),
                 "input_ids": sentinels(num_tokens, dtype=torch.int32),
                 "positions": sentinels(num_tokens, dtype=torch.int64),
                 "seq_lens": sentinels(num_reqs, dtype=torch.int32),
@@ -168,7 +170,49 @@ def _decode_blocks(generator: torch.Generator) -> Iterator[Sample]:
             )
 
 
+def _pad_slots(_generator: torch.Generator) -> Iterator[Sample]:
+    for name, query_lens, num_tokens in (
+        ("nobody's alone", [0, 0], 5),
+        ("no padding", [3, 1], 4),
+        ("some padding", [3, 0, 1], 16),
+        ("across blocks", [200, 57], 700),
+    ):
+        yield Sample(
+            name=name,
+            arguments={
+                "query_start_loc": prefix_sums(query_lens),
+                "slots": sentinels(num_tokens, dtype=torch.int64),
+            },
+        )
+
+
+def _locate_draws(generator: torch.Generator) -> Iterator[Sample]:
+    idle_row = _MAX_ROWS - 1
+    for name, query_lens, draws in (
+        ("one", [1], [True]),
+        ("a chunk and a decode", [5, 1], [False, True]),
+        ("idle ones behind", [5, 1, 0, 0], [True, True, False, False]),
+        ("nobody", [0, 0], [False, False]),
+        ("more than a block", [1] * 150, [True, False] * 75),
+    ):
+        rows = scattered_rows(len(query_lens), idle_row, generator)
+        held = torch.tensor(draws)
+        yield Sample(
+            name=name,
+            arguments={
+                "query_start_loc": prefix_sums(query_lens),
+                "seq_lens": integers(1, 5000, (len(query_lens),), torch.int32, generator),
+                "draw_rows": torch.where(held, rows, idle_row).int(),
+                "idle_row": idle_row,
+                "logits_indices": sentinels(len(query_lens), dtype=torch.int32),
+                "draw_positions": sentinels(len(query_lens), dtype=torch.int64),
+            },
+        )
+
+
 SAMPLES = {
+    "batch.pad_slots": OpSamples(generate=_pad_slots),
+    "batch.locate_draws": OpSamples(generate=_locate_draws),
     "batch.decode_tokens": OpSamples(generate=_decode_tokens),
     "batch.decode_blocks": OpSamples(generate=_decode_blocks),
     "batch.gather_tokens": OpSamples(generate=_gather_tokens),

@@ -44,7 +44,9 @@ def _slot_mapping(generator: torch.Generator) -> Iterator[Sample]:
         ("block size not a power of two", [5, 257, 1], 24),
         ("block size 1", [3, 2], 1),
         ("ends with an empty request", [2, 0], 16),
+        ("padded", [2, 0, 300], 16),
     ):
+        padding = 9 if name == "padded" else 0
         starts = integers(0, 100, (len(query_lens),), torch.int64, generator).tolist()
         positions = [
             torch.arange(start, start + length)
@@ -58,10 +60,10 @@ def _slot_mapping(generator: torch.Generator) -> Iterator[Sample]:
             arguments={
                 "block_table": strided(tables, gap=2),
                 "query_start_loc": prefix_sums(query_lens),
-                "positions": torch.cat(positions),
+                "positions": torch.cat([*positions, torch.zeros(padding, dtype=torch.int64)]),
                 "block_size": block_size,
-                "max_query_len": max(query_lens),
-                "slots": sentinels(sum(query_lens), dtype=torch.int64),
+                "max_query_len": max(query_lens) + 300 * (padding > 0),
+                "slots": sentinels(sum(query_lens) + padding, dtype=torch.int64),
             },
         )
 

@@ -19,7 +19,7 @@ from mrv2 import (
     RunnerConfig,
     Sampling,
 )
-from mrv2.batch.layout import BatchLayout, idle_decode, layout_batch, pad_decode
+from mrv2.batch.layout import BatchLayout, idle_decode, layout_batch, pad_decode, pad_mixed
 from mrv2.graphs.shape import GraphKey, GraphMode, GraphShapes
 from mrv2.memory.ring import NUM_SLOTS
 from mrv2.memory.transfers import Transfers
@@ -69,7 +69,7 @@ def layout(query_lens: list[int], draws: bool = True) -> BatchLayout:
 def test_a_step_gets_the_least_size_that_holds_it(
     query_lens: list[int], draws: bool, key: tuple[GraphMode, int, int]
 ) -> None:
-    shapes = GraphShapes(CONFIG.graphs)
+    shapes = GraphShapes(CONFIG.graphs, CONFIG.max_num_reqs)
     assert shapes.choose(layout(query_lens, draws), is_captured=True) == GraphKey(*key)
     eager = GraphKey(GraphMode.EAGER, sum(query_lens), len(query_lens))
     assert shapes.choose(layout(query_lens, draws), is_captured=False) == eager
@@ -80,6 +80,39 @@ def test_padding_puts_the_idle_row_behind_a_step() -> None:
     assert padded.rows.tolist() == [9, 9, 6, 6]
     assert padded.query_start_loc.tolist() == padded.cu_num_logits.tolist() == [0, 1, 2, 3, 4]
     assert padded.is_decode
+
+
+MIXED = replace(CONFIG, graphs=GraphSizes(decodes=(1, 2, 4), mixed=(4, 16), forwards=(32,)))
+
+
+@pytest.mark.parametrize(
+    ("query_lens", "draws", "key"),
+    [
+        ([1, 1], True, (GraphMode.DECODE, 2, 2)),
+        ([1] * 5, True, (GraphMode.MIXED, 16, 6)),
+        ([1, 1], False, (GraphMode.MIXED, 4, 4)),
+        ([3], True, (GraphMode.MIXED, 4, 4)),
+        ([9, 1], True, (GraphMode.MIXED, 16, 6)),
+        ([17], True, (GraphMode.FORWARD, 32, 1)),
+        ([33], True, (GraphMode.EAGER, 33, 1)),
+    ],
+)
+def test_a_step_with_prompts_is_captured_whole_where_it_fits(
+    query_lens: list[int], draws: bool, key: tuple[GraphMode, int, int]
+) -> None:
+    shapes = GraphShapes(MIXED.graphs, MIXED.max_num_reqs)
+    assert shapes.choose(layout(query_lens, draws), is_captured=True) == GraphKey(*key)
+
+
+def test_padding_a_step_with_prompts_names_who_draws() -> None:
+    padded = pad_mixed(layout([3, 2]), 8, 4, 6)
+    assert padded.rows.tolist() == [9, 9, 6, 6]
+    assert padded.query_start_loc.tolist() == [0, 3, 5, 5, 5]
+    packed = padded.packed.reshape(3, 8).tolist()
+    assert packed == [[9, 9, 6, 6, 0, 0, 0, 0], [0, 3, 5, 5, 5, 0, 0, 0], [9, 9, 6, 6, 0, 0, 0, 0]]
+    chunks = pad_mixed(layout([3, 2], draws=False), 8, 4, 6)
+    assert chunks.logit_rows.tolist() == [6, 6, 6, 6]
+    assert not chunks.is_decode
 
 
 class Seen:
@@ -110,10 +143,29 @@ def play(config: RunnerConfig, seed: int, lag: int, *, mixed: bool) -> tuple[Toy
 @pytest.mark.parametrize("seed", range(3))
 def test_replayed_steps_give_the_oracles_tokens(seed: int, lag: int) -> None:
     toy, seen = play(CONFIG, seed, lag, mixed=False)
-    assert min(seen.modes.count(mode) for mode in GraphMode) >= 5
+    used = (GraphMode.EAGER, GraphMode.FORWARD, GraphMode.DECODE)
+    assert min(seen.modes.count(mode) for mode in used) >= 5
     outputs = toy.outputs()
     assert sum(len(tokens) for _, tokens in outputs) > 100
     assert outputs == toy.expected()
+
+
+@pytest.mark.parametrize("lag", [0, 2, 2 * NUM_SLOTS])
+@pytest.mark.parametrize("seed", range(3))
+def test_steps_with_prompts_give_the_oracles_tokens_when_replayed(seed: int, lag: int) -> None:
+    toy, seen = play(MIXED, seed, lag, mixed=False)
+    assert min(seen.modes.count(mode) for mode in (GraphMode.DECODE, GraphMode.MIXED)) >= 5
+    outputs = toy.outputs()
+    assert sum(len(tokens) for _, tokens in outputs) > 100
+    assert outputs == toy.expected()
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_steps_with_prompts_give_the_tokens_of_eager_ones_whatever_is_asked_for(seed: int) -> None:
+    replayed, seen = play(MIXED, seed, 1, mixed=True)
+    eager, _ = play(replace(CONFIG, graphs=GraphSizes()), seed, 1, mixed=True)
+    assert seen.modes.count(GraphMode.MIXED) >= 10
+    assert replayed.outputs() == eager.outputs()
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -124,8 +176,9 @@ def test_replayed_steps_give_the_tokens_of_eager_ones_whatever_is_asked_for(seed
     assert replayed.outputs() == eager.outputs()
 
 
-def test_capture_warm_up_and_idle_steps_leave_every_row_as_it_was() -> None:
-    toy = Toy(CONFIG, windows=WINDOWS, graph_maker=PlayedGraphMaker())
+@pytest.mark.parametrize("config", [CONFIG, MIXED], ids=["decodes", "mixed"])
+def test_capture_warm_up_and_idle_steps_leave_every_row_as_it_was(config: RunnerConfig) -> None:
+    toy = Toy(config, windows=WINDOWS, graph_maker=PlayedGraphMaker())
     for index in range(3):
         toy.host.add(f"r{index}", [1 + index, 2, 3])
     toy.run({f"r{index}": 3 for index in range(3)})

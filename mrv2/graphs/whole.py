@@ -1,8 +1,8 @@
-"""Whole decode steps as graphs: from the rows of a batch to the tokens in them.
+"""Whole steps as graphs: from the rows of a batch to the tokens in them.
 
-A graph is captured for each size, over requests that are none, and holds the step's inputs, the
+A graph is captured for each shape, over requests that are none, and holds the step's inputs, the
 attention metadata, the forward, the logits, the plain draw and the commit. All that a replay needs
-of the host is which rows run, and that only where it changed.
+of the host is which rows run, how many tokens each, and that only where it changed.
 """
 
 from collections.abc import Callable
@@ -11,28 +11,29 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from mrv2.batch.inputs import InputBatch
-from mrv2.batch.layout import BatchLayout, pad_decode
+from mrv2.batch.layout import BatchLayout, pad_decode, pad_mixed
 from mrv2.graphs.capture import Graph, GraphMaker
+from mrv2.graphs.shape import GraphKey, GraphMode
 from mrv2.ports import ForwardInputs
 from mrv2.sampling.stage import LogitsView
 
 
 @dataclass(slots=True, kw_only=True)
 class DrawnStep:
-    """A decode step up to its commit."""
+    """A step up to its commit, in which every request has a logit."""
 
     batch: InputBatch
     inputs: ForwardInputs
     hidden: Tensor
-    """[num_reqs, hidden_size]."""
+    """[num_tokens, hidden_size]."""
     logits: Tensor
     """[num_reqs, vocab_size], the model's."""
     token_ids: Tensor
-    """[num_reqs] int64. Drawn plainly, and committed."""
+    """[num_reqs] int64. Drawn plainly, and committed. Without meaning where nothing is drawn."""
 
 
-class DecodeGraphs:
-    """The captured decode steps of a runner, one for each padded number of requests.
+class StepGraphs:
+    """The captured steps of a runner, one for each padded shape.
 
     Args:
         idle_row: The row that pads a batch.
@@ -42,22 +43,17 @@ class DecodeGraphs:
     def __init__(self, idle_row: int, maker: GraphMaker) -> None:
         self._idle_row = idle_row
         self._maker = maker
-        self._captured: dict[int, tuple[Graph, DrawnStep]] = {}
+        self._captured: dict[GraphKey, tuple[Graph, DrawnStep]] = {}
         self._padded: BatchLayout | None = None
-        self._rows_of: object = None
+        self._padded_from: object = None
         self._cut: DrawnStep | None = None
-        self._cut_of: tuple[int, int] = (0, 0)
+        self._cut_of: tuple[GraphKey, int, int] | None = None
 
-    @property
-    def sizes(self) -> list[int]:
-        """Numbers of requests that a step was captured for."""
-        return sorted(self._captured)
-
-    def capture(self, num_reqs: int, work: Callable[[], DrawnStep]) -> None:
+    def capture(self, key: GraphKey, work: Callable[[], DrawnStep]) -> None:
         """Capture a step.
 
         Args:
-            num_reqs: Its size.
+            key: Its shape.
             work: Queues the step over rows that are on the device already, and idle.
 
         Raises:
@@ -70,13 +66,11 @@ class DecodeGraphs:
             return [made[0].hidden, made[0].logits, made[0].token_ids]
 
         try:
-            graph, (hidden, logits, token_ids) = self._maker.capture(
-                f"a decode step of {num_reqs} requests", queue
-            )
+            graph, (hidden, logits, token_ids) = self._maker.capture(_name(key), queue)
         except Exception:
             self.release()
             raise
-        self._captured[num_reqs] = (
+        self._captured[key] = (
             graph,
             DrawnStep(
                 batch=made[0].batch,
@@ -87,32 +81,35 @@ class DecodeGraphs:
             ),
         )
 
-    def padded(self, layout: BatchLayout, num_reqs: int) -> BatchLayout:
-        """Return a layout padded to a captured size; the last one again while the rows stay."""
-        if self._rows_of is not layout.packed or self._padded is None:
-            self._rows_of = layout.packed
-            self._padded = (
-                layout
-                if layout.num_reqs == num_reqs
-                else pad_decode(layout, num_reqs, self._idle_row)
-            )
+    def padded(self, layout: BatchLayout, key: GraphKey) -> BatchLayout:
+        """Return a layout padded to a captured shape; the last one again while the rows stay."""
+        if self._padded_from is not layout.packed or self._padded is None:
+            self._padded_from = layout.packed
+            self._padded = self._pad(layout, key)
         return self._padded
 
-    def replay(self, layout: BatchLayout, num_reqs: int) -> DrawnStep:
+    def _pad(self, layout: BatchLayout, key: GraphKey) -> BatchLayout:
+        if key.mode is GraphMode.MIXED:
+            return pad_mixed(layout, key.num_tokens, key.num_reqs, self._idle_row)
+        if layout.num_reqs == key.num_reqs:
+            return layout
+        return pad_decode(layout, key.num_reqs, self._idle_row)
+
+    def replay(self, layout: BatchLayout, key: GraphKey) -> DrawnStep:
         """Queue the step of a layout whose padded rows are on the device.
 
         Args:
             layout: Not padded.
-            num_reqs: The captured size that it was padded to.
+            key: The captured shape that it was padded to.
 
         Returns:
             Its values, without what pads it. They hold until the next replay.
         """
-        graph, captured = self._captured[num_reqs]
+        graph, captured = self._captured[key]
         graph.replay()
-        if self._cut is None or self._cut_of != (num_reqs, layout.num_reqs):
-            self._cut = _cut(captured, layout)
-            self._cut_of = num_reqs, layout.num_reqs
+        shape = key, layout.num_reqs, layout.num_tokens
+        if self._cut is None or self._cut_of != shape:
+            self._cut, self._cut_of = _cut(captured, layout), shape
         # The views are those of the last step of this shape, which nobody looks at any more.
         batch = self._cut.batch
         batch.layout = layout
@@ -127,20 +124,26 @@ class DecodeGraphs:
         self._maker.release()
 
 
+def _name(key: GraphKey) -> str:
+    if key.mode is GraphMode.DECODE:
+        return f"a decode step of {key.num_reqs} requests"
+    return f"a step of {key.num_tokens} tokens and up to {key.num_reqs} requests"
+
+
 def _cut(step: DrawnStep, layout: BatchLayout) -> DrawnStep:
     """Return the views of a padded step's values that belong to a layout's requests."""
-    num_reqs, batch = layout.num_reqs, step.batch
+    num_reqs, num_tokens, batch = layout.num_reqs, layout.num_tokens, step.batch
     return DrawnStep(
         batch=InputBatch(
             layout=layout,
             rows=batch.rows[:num_reqs],
             query_start_loc=batch.query_start_loc[: num_reqs + 1],
             cu_num_logits=batch.cu_num_logits[: num_reqs + 1],
-            input_ids=batch.input_ids[:num_reqs],
-            positions=batch.positions[:num_reqs],
+            input_ids=batch.input_ids[:num_tokens],
+            positions=batch.positions[:num_tokens],
             seq_lens=batch.seq_lens[:num_reqs],
             block_tables=tuple(table[:num_reqs] for table in batch.block_tables),
-            slots=tuple(slots[:num_reqs] for slots in batch.slots),
+            slots=tuple(slots[:num_tokens] for slots in batch.slots),
             logits_indices=batch.logits_indices[:num_reqs],
             logits_view=LogitsView(
                 logit_rows=batch.logits_view.logit_rows[:num_reqs],
@@ -149,11 +152,11 @@ def _cut(step: DrawnStep, layout: BatchLayout) -> DrawnStep:
             ),
         ),
         inputs=ForwardInputs(
-            input_ids=step.inputs.input_ids[:num_reqs],
-            positions=step.inputs.positions[:num_reqs],
+            input_ids=step.inputs.input_ids[:num_tokens],
+            positions=step.inputs.positions[:num_tokens],
             attention=step.inputs.attention,
         ),
-        hidden=step.hidden[:num_reqs],
+        hidden=step.hidden[:num_tokens],
         logits=step.logits[:num_reqs],
         token_ids=step.token_ids[:num_reqs],
     )
