@@ -1,6 +1,7 @@
 """What a step gives back: copies under way with the event behind them, then host values."""
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -78,17 +79,25 @@ class PendingOutput:
                 transfers.download(tensors.ranks),
             )
         self._ready: Event | None = transfers.record()
+        self._lent = [] if self._ready is None else [self._ready]
+        """The event until it is given back, which one of the threads that wait does."""
         if slot is not None:
             slot.ready = self._ready
 
     def wait(self) -> RunnerOutput:
-        """Wait for the copies and return host values. The only call of a step that blocks."""
-        if self._ready is not None:
-            self._ready.synchronize()
+        """Wait for the copies and return host values. The only call of a step that blocks.
+
+        It may be called again, and by two threads at once: a host may read outputs on a thread of
+        its own while a step that is being queued needs the tokens, too.
+        """
+        ready = self._ready
+        if ready is not None:
+            ready.synchronize()
             if self._slot is not None:
                 self._slot.ready = None
-            self._transfers.give_back(self._ready)
             self._ready = None
+            with suppress(IndexError):
+                self._transfers.give_back(self._lent.pop())
         layout = self._layout
         return RunnerOutput(
             req_ids=layout.req_ids,

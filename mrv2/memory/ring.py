@@ -44,7 +44,8 @@ class Slot:
     @property
     def is_late(self) -> bool:
         """Whether the step has not passed, as far as the host can tell without waiting."""
-        return self._taken is None and self.ready is not None and not self.ready.query()
+        ready = self.ready  # another thread may take it away
+        return self._taken is None and ready is not None and not ready.query()
 
 
 class ResultRing:

@@ -20,7 +20,7 @@ from vllm.v1.worker.utils import (
     map_kv_caches_to_kernel_blocks,
 )
 
-from mrv2 import KVGroup
+from mrv2 import CapacityError, KVGroup
 
 
 def kv_cache_spec(vllm_config: VllmConfig) -> dict[str, KVCacheSpec]:
@@ -108,13 +108,31 @@ class KVCaches:
         """Queue the step's block operations.
 
         Zero first, then copy, so that a copy into a new block is not wiped.
+
+        Raises:
+            CapacityError: One names a block that the cache does not have. None was queued: a kernel
+                would write beside the cache.
         """
+        self._check(scheduler_output)
         if scheduler_output.new_block_ids_to_zero:
             self._zero(scheduler_output.new_block_ids_to_zero)
         if scheduler_output.kv_cache_block_copies:
             copy_kv_cache_blocks_inplace(
                 self.tensors, self._num_blocks, scheduler_output.kv_cache_block_copies
             )
+
+    def _check(self, scheduler_output: SchedulerOutput) -> None:
+        copies = scheduler_output.kv_cache_block_copies or ()
+        for what, block_ids in (
+            ("to be zeroed", scheduler_output.new_block_ids_to_zero or ()),
+            ("to be copied from", [copy.src_block_id for copy in copies]),
+            ("to be copied to", [copy.dst_block_id for copy in copies]),
+        ):
+            for block_id in block_ids:
+                if not 0 <= block_id < self._num_blocks:
+                    raise CapacityError(
+                        f"block {block_id} is {what}; the cache has {self._num_blocks} blocks"
+                    )
 
     def _zero(self, block_ids: Sequence[int]) -> None:
         if self._zeroer is not None:

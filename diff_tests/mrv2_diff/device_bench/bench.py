@@ -17,6 +17,7 @@ from typing import Any
 from mrv2_diff.catalog.prompts import TINY as TINY_MODEL
 from mrv2_diff.device_bench.channel import COMMON, RUNNERS, RunnerFailed, RunnerProcess
 from mrv2_diff.device_bench.growth_plot import growth_plot
+from mrv2_diff.device_bench.host_plot import host_plot
 from mrv2_diff.device_bench.options import NEEDS_GPU, TINY, Options, Task
 from mrv2_diff.device_bench.rounds import Figures, Rounds, describe, interleave
 from mrv2_diff.device_bench.table import ratio_text, table
@@ -338,9 +339,10 @@ class Bench:
         half.write_text(json.dumps(self.record, indent=1) + "\n")
         half.replace(out)
         out.with_suffix(".txt").write_text(table(self.record) + "\n")
-        picture = growth_plot(self.record["tasks"].values())
-        if picture:
-            out.with_suffix(".svg").write_text(picture)
+        tasks = self.record["tasks"].values()
+        for suffix, picture in {".svg": growth_plot(tasks), ".host.svg": host_plot(tasks)}.items():
+            if picture:
+                out.with_suffix(suffix).write_text(picture)
 
     def _passes(self) -> bool:
         entries = self.record["tasks"].values()

@@ -14,20 +14,22 @@ import pytest
 import torch
 from torch import Tensor
 
-from mrv2 import Arrival, KVGroup, Runner, RunnerConfig, Sampling, Scheduled, StepPlan
+from mrv2 import Arrival, GraphSizes, KVGroup, Runner, RunnerConfig, Sampling, Scheduled, StepPlan
 from mrv2.batch.commit import commit_step
 from mrv2.batch.inputs import InputBatch, gather_tokens
 from mrv2.batch.layout import BatchLayout
-from mrv2.graphs.shape import GraphKey
+from mrv2.graphs.shape import GraphKey, GraphMode
 from mrv2.memory.arena import Arena
 from mrv2.memory.staged import StagedWriteTensor
 from mrv2.memory.transfers import Transfers
 from mrv2.ports import ForwardInputs
+from mrv2.sampling.penalties import Penalties
 from mrv2.state.block_tables import gather_block_table, slot_mapping
 from mrv2.trace import Probe
 from mrv2_diff.invariants import owned
 from mrv2_diff.late_play import Played, play_late
 from mrv2_diff.models.hashlm import HashLM, hashlm_tokens
+from mrv2_diff.played_graphs import PlayedGraphMaker
 from mrv2_diff.race_lane import HeldBack, LastMoment, LateStream, LateTransfers
 from mrv2_diff.toy_host import Toy, ToyHost, ToyRequest
 from mrv2_diff.toy_stories import RandomStory, mixed_sampling
@@ -151,6 +153,8 @@ def test_a_resumed_request_has_its_new_blocks_alone_and_its_parameters_again() -
     columns = runner.sampler._columns
     assert columns.temperature.device_tensor[row] == np.float32(0.7)
     assert columns.seed.device_tensor[row] == 11
+    (penalties,) = [stage for stage in runner.sampler._stages if isinstance(stage, Penalties)]
+    assert penalties._presence.device_tensor[row] == 0.5
 
 
 def test_a_resumed_prompt_ends_where_its_outputs_end() -> None:
@@ -187,6 +191,34 @@ def test_a_resumed_prompt_ends_where_its_outputs_end() -> None:
         undisturbed.run({"a": 1})
     assert request.outputs == undisturbed.host.requests["a"].outputs
     assert len(request.outputs) == 13
+
+
+@pytest.mark.parametrize("is_replayed", [False, True])
+def test_prompts_as_long_as_a_decode_draw_what_they_draw_alone(is_replayed: bool) -> None:
+    # A step of such prompts, last chunks and tails behind a cached prefix looks like a decode.
+    config = replace(CONFIG, graphs=GraphSizes(decodes=(4,) * is_replayed))
+    toy, seen = Toy(config, graph_maker=PlayedGraphMaker() if is_replayed else None), Seen()
+    toy.runner.trace = seen
+    toy.host.add("donor", prompt(16))
+    toy.run({"donor": 16})
+    toy.host.add("chunk", prompt(9, 3))
+    toy.run({"chunk": 8})
+    toy.host.add("hit", [*prompt(16), 71])
+    toy.host.share("donor", "hit", 16)
+    toy.host.add("fresh", [5])
+    everyone = {"fresh": 1, "hit": 1, "chunk": 1, "donor": 1}
+    for _ in range(6):
+        toy.run(everyone)
+    for name in everyone:
+        toy.host.finish(name)
+        toy.host.add(f"{name} again", [7 + len(name)])
+    alone = {f"{name} again": 1 for name in everyone}
+    toy.run(alone)
+    toy.run(alone)
+    mode = GraphMode.DECODE if is_replayed else GraphMode.EAGER
+    assert [key.mode for key in seen.keys[2:]] == [mode] * 8
+    assert [len(tokens) for _, tokens in toy.outputs()] == [6, 6, 6, 7, 2, 2, 2, 2]
+    assert toy.outputs() == toy.expected()
 
 
 # Steps in flight.

@@ -16,6 +16,7 @@ from mrv2 import (
     KVGroup,
     Mrv2Error,
     NextDecode,
+    PendingOutput,
     ProtocolError,
     RunnerConfig,
     Sampling,
@@ -23,6 +24,7 @@ from mrv2 import (
     StepPlan,
 )
 from mrv2.memory.staged import StagedWriteTensor
+from mrv2.memory.transfers import Event, Transfers
 from mrv2_diff.invariants import snapshot
 from mrv2_diff.models.hashlm import hashlm_tokens
 from mrv2_diff.toy_host import Toy, ToyHost
@@ -607,6 +609,45 @@ def test_wrong_events_of_a_step_without_work_change_nothing(toy: Toy, name: str)
     assert snapshot(toy.runner) == before
     toy.run({"a": 1, "b": 1})
     assert_true_to_the_oracle(toy, at_least=4)
+
+
+class SharedEvents(Transfers):
+    """Transfers whose events another thread waits for, too, whenever one is to be given back."""
+
+    def __init__(self) -> None:
+        super().__init__(CONFIG.device, record=Passed)
+        self.given_back: list[Event] = []
+        self.elsewhere: PendingOutput | None = None
+
+    def give_back(self, event: Event) -> None:
+        self.given_back.append(event)
+        output, self.elsewhere = self.elsewhere, None
+        if output is not None:
+            assert output.wait().token_ids
+
+
+class Passed:
+    """An event that has passed."""
+
+    def query(self) -> bool:
+        return True
+
+    def synchronize(self) -> None:
+        pass
+
+
+def test_an_event_is_given_back_once_by_two_that_wait_for_it_at_once() -> None:
+    transfers = SharedEvents()
+    toy = Toy(CONFIG, windows=WINDOWS, transfers=transfers)
+    toy.host.add("a", prompt(9))
+    pending = toy.step({"a": 9})
+    assert pending is not None
+    transfers.given_back.clear()
+    transfers.elsewhere = pending
+    first, again = pending.wait(), pending.wait()
+    assert transfers.elsewhere is None
+    assert len(transfers.given_back) == 1
+    assert first.token_ids == again.token_ids
 
 
 def test_a_step_is_sampled_once(toy: Toy) -> None:

@@ -6,6 +6,8 @@ from typing import Any
 import pytest
 import torch
 
+from mrv2 import CapacityError
+
 pytestmark = pytest.mark.vllm
 
 NUM_BLOCKS = 4
@@ -34,3 +36,31 @@ def test_a_copy_into_a_new_block_is_not_wiped(kernel_blocks: int) -> None:
         assert torch.equal(blocks[:2], held[:2])
         assert not blocks[2].any()
         assert torch.equal(blocks[3], held[1])
+
+
+@pytest.mark.parametrize(
+    ("zeroed", "copied", "message"),
+    [
+        ([2, NUM_BLOCKS], None, "block 4 is to be zeroed; the cache has 4 blocks"),
+        ([-1], None, "block -1 is to be zeroed; the cache has 4 blocks"),
+        ([2], (NUM_BLOCKS, 1), "block 4 is to be copied from; the cache has 4 blocks"),
+        ([2], (1, -1), "block -1 is to be copied to; the cache has 4 blocks"),
+    ],
+)
+def test_a_block_that_the_cache_does_not_have_is_refused_before_any_is_written(
+    zeroed: list[int], copied: tuple[int, int] | None, message: str
+) -> None:
+    from vllm.v1.core.kv_cache_utils import KVCacheBlockCopy
+
+    from mrv2_compat.vllm_v1.kv_cache import KVCaches
+
+    caches: Any = KVCaches.__new__(KVCaches)
+    caches._num_blocks, caches._zeroer = NUM_BLOCKS, None
+    caches.tensors = [torch.ones(NUM_BLOCKS, 3)]
+    step: Any = SimpleNamespace(
+        new_block_ids_to_zero=zeroed,
+        kv_cache_block_copies=[] if copied is None else [KVCacheBlockCopy(*copied)],
+    )
+    with pytest.raises(CapacityError, match=message):
+        caches.apply(step)
+    assert (caches.tensors[0] == 1).all()

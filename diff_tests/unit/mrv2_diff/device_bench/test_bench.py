@@ -1,6 +1,7 @@
 """A run measures what it can, keeps it as it goes, and says what it could not."""
 
 import json
+import re
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -122,6 +123,15 @@ def test_growth_is_measured_in_few_rounds_and_drawn(
     picture = (tmp_path / "bench.svg").read_text()
     assert picture.count("<polyline") == 3 * 2 * 2
     assert outcome.passes
+
+
+def test_host_times_are_drawn(ran: Callable[..., Outcome], tmp_path: Path) -> None:
+    ran({"mrv2": FAST}, batches=(1, 2))
+    picture = (tmp_path / "bench.host.svg").read_text()
+    widths = [float(width) for width in re.findall(r'width="([\d.]+)" height', picture)]
+    assert widths == pytest.approx([420.0, 84.0, 420.0, 84.0], rel=0.01)
+    assert "batch 2, greedy" in picture
+    assert not (tmp_path / "bench.svg").exists()
 
 
 def test_no_time_is_said(ran: Callable[..., Outcome]) -> None:
