@@ -15,7 +15,8 @@ from mrv2_diff.schedules.actions import Model, Schedule
 LEAST_EVENTS = 100
 """Of each kind that can happen, or a soak proves less than it says."""
 LONG_SECONDS = 1800.0
-"""A soak that was given so long fails if a kind of event happened less often than that."""
+"""A soak that was given so long fails if a kind of event happened less often than that, or memory
+was looked at too seldom."""
 WHY_NEVER: Mapping[Model, Mapping[str, str]] = {
     "hash": {},
     "tiny": {},
@@ -29,6 +30,8 @@ WHY_NEVER: Mapping[Model, Mapping[str, str]] = {
 """Kinds of event that cannot happen, and why."""
 MAX_GROWTH_BYTES = 16 << 20
 """Resident memory that the last tenth of a soak may have above its first tenth."""
+LEAST_MEASURES = 10
+"""Looks at memory without which a long soak says nothing of its tenths."""
 MAX_GROWTH_OBJECTS = 1000
 """Python objects that it may have more. Runners of different setups differ by tens."""
 
@@ -82,6 +85,11 @@ class SoakResult:
     def rare(self) -> list[str]:
         """Kinds of event that happened too seldom for a long soak."""
         return sorted(kind for kind, times in self.events.items() if times < LEAST_EVENTS)
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether memory was looked at often enough to say of a long soak that it is flat."""
+        return len(self.objects) >= LEAST_MEASURES
 
     @property
     def passes(self) -> bool:
@@ -176,6 +184,11 @@ def summary(result: SoakResult) -> str:
             f"memory, first tenth and last: {bytes_1 / 2**20:.0f} and {bytes_2 / 2**20:.0f} MiB "
             f"resident, {objects_1:,.0f} and {objects_2:,.0f} Python objects: "
             f"{'flat' if result.is_flat else 'it grows'}"
+        )
+    if not result.is_measured:
+        lines.append(
+            f"memory was looked at {len(result.objects)} times; {LEAST_MEASURES} tell whether it "
+            "is flat"
         )
     lines.append(
         f"soak of {result.model}: {result.seconds:.0f} s, {result.runners:,} runners, "

@@ -763,6 +763,8 @@ def test_a_soak_that_finds_nothing_passes(
 def test_a_long_soak_in_which_a_kind_of_event_is_rare_fails(
     fake: FakeHarness, tmp_path: Path, capsys: Capture
 ) -> None:
+    fake.soak_result.resident_bytes = [2**30] * 10
+    fake.soak_result.objects = [1000] * 10
     fake.soak_result.events.update({"ends": 100, "resumes": 99})
     assert fake("soak", "--minutes", 29, "--out", tmp_path / "x.json") == 0
     assert fake("soak", "--minutes", 30, "--out", tmp_path / "x.json") == 1
@@ -770,6 +772,16 @@ def test_a_long_soak_in_which_a_kind_of_event_is_rare_fails(
     fake.soak_result.events["resumes"] = 100
     assert fake("soak", "--minutes", 30, "--out", tmp_path / "x.json") == 0
     assert "fewer than" not in capsys.readouterr().out
+
+
+def test_a_long_soak_that_looked_at_memory_too_seldom_fails(
+    fake: FakeHarness, tmp_path: Path, capsys: Capture
+) -> None:
+    fake.soak_result.resident_bytes = [2**30] * 9
+    fake.soak_result.objects = [1000] * 9
+    assert fake("soak", "--minutes", 29, "--out", tmp_path / "x.json") == 0
+    assert fake("soak", "--minutes", 30, "--out", tmp_path / "x.json") == 1
+    assert "memory was looked at 9 times; 10 tell" in capsys.readouterr().out
 
 
 def test_a_soak_says_which_kinds_of_event_cannot_happen_and_why() -> None:
