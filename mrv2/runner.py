@@ -236,9 +236,11 @@ class Runner:
         layout = idle_decode(num_reqs, self.config.idle_row, 1)
         key = self._shapes.choose(layout, is_captured=self._is_captured)
         self.transfers.begin_step()
-        self._flush(self._as_run(layout, key))
-        if key.mode in WHOLE:
+        if key.mode is GraphMode.DECODE:
+            self._flush(self._as_run(layout, key))
             return self._replay(layout, key).hidden
+        # Steps with prompts do not know the idle row: in them a request that is none has no token.
+        self._flush(layout)
         return self._queue_whole(layout).hidden
 
     def _launch(self, layout: BatchLayout, key: GraphKey) -> StepInFlight:
