@@ -10,6 +10,7 @@ import torch
 
 from mrv2.memory.staged import StagedWriteTensor
 from mrv2_compat.vllm_v1 import refusals
+from mrv2_diff.invariants import LiveRequest, check_invariants
 from mrv2_diff.schedules.actions import Arrive, Drain, FailLoad, Reset, Setup, Step
 from mrv2_diff.schedules.generator import OPTIONS, actions
 
@@ -24,6 +25,7 @@ FEATURES: dict[str, object] = {
     "model_config.is_multimodal_model": True,
     "model_config.is_encoder_decoder": True,
     "model_config.is_hybrid": True,
+    "model_config.enable_sleep_mode": True,
     "parallel_config.tensor_parallel_size": 2,
     "parallel_config.pipeline_parallel_size": 2,
     "parallel_config.data_parallel_size": 2,
@@ -81,6 +83,53 @@ def test_a_block_table_is_the_schedulers_whatever_was_preempted(
         if isinstance(action, Step):
             tables_are_the_schedulers(driver)
     assert driver.events.counts["resumes in other blocks"] >= 10
+
+
+def holding_invariants(driver: Any) -> list[int]:
+    """Check the runner's invariants whenever a step was queued; return the rows taken then."""
+    from vllm.v1.request import RequestStatus
+
+    seen: list[int] = []
+    runner, scheduler = driver.engine.runner, driver.engine.scheduler
+    sample = runner.sample_tokens
+
+    def checking(grammar_output: Any) -> Any:
+        output = sample(grammar_output)
+        # A session that waits for a turn, or for its turn to run, is not running: it keeps its row.
+        live = {
+            name: LiveRequest(
+                num_computed=request.num_computed_tokens,
+                blocks=scheduler.kv_cache_manager.get_block_ids(name),
+                token_ids=(),
+            )
+            for name, request in scheduler.requests.items()
+            if request.status != RequestStatus.PREEMPTED and name in runner.ledger
+        }
+        check_invariants(runner.core, live)
+        seen.append(len(live))
+        return output
+
+    runner.sample_tokens = checking
+    return seen
+
+
+@pytest.mark.parametrize(
+    "setup",
+    [
+        Setup(num_blocks=20),
+        Setup(is_async=True, num_blocks=20),
+        Setup(is_async=True, windows=(None, 8), num_blocks=32),
+    ],
+    ids=["", "async", "async with a window"],
+)
+def test_invariants_hold_after_every_step_of_the_scheduler(drive: Any, setup: Setup) -> None:
+    driver = drive(setup)
+    seen = holding_invariants(driver)
+    driver.play(actions(13, setup, 400))
+    assert len(seen) > 100
+    assert max(seen) == setup.max_num_reqs
+    for kind in ("resumes", "next turns of a session", "aborts while running"):
+        assert driver.events.counts[kind] >= 1
 
 
 def test_a_row_that_is_used_again_takes_nothing_from_its_last_owner(drive: Any) -> None:
