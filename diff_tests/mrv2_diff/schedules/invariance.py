@@ -186,6 +186,7 @@ def _row(way: Way, served: Sequence[Arrive], alone: Mapping[str, Turn]) -> Row:
     if way.is_warm:
         driver.play([*served, Drain()])
         driver.turns.clear()
+    before = driver.events.counts[way.happens]  # a warming run does not count
     if way.grammars_last:
         driver.play([*(request for request in served if request.grammar is None), Drain()])
         driver.play([request for request in served if request.grammar is not None])
@@ -213,7 +214,7 @@ def _row(way: Way, served: Sequence[Arrive], alone: Mapping[str, Turn]) -> Row:
     return Row(
         way=way.name,
         happens=way.happens,
-        times=driver.events.counts[way.happens],
+        times=driver.events.counts[way.happens] - before,
         num_same=len(alone) - len(differing),
         differing=differing,
         logprob_difference=difference,
