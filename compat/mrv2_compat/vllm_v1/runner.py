@@ -323,9 +323,16 @@ class VllmRunner:
             grammar_output: What grammars allow in this step; None where they constrain nothing.
             forced: One token for each logit of the step, committed in place of the drawn ones
                 (teacher forcing).
+
+        Raises:
+            ProtocolError: No step is in flight: it was not executed, ran no tokens, or was sampled
+                already.
         """
         if self._step is None:
-            return EMPTY_MODEL_RUNNER_OUTPUT
+            raise ProtocolError(
+                "sample_tokens was called, and no step is in flight; "
+                "call execute_model first, with a step that runs tokens"
+            )
         core, layout = self._require_core(), self._step.batch.layout
         grammar = grammar_mask(
             grammar_output, layout.req_ids, layout.cu_num_logits, core.config.vocab_size

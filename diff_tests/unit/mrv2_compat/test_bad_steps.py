@@ -255,8 +255,9 @@ def test_execute_twice_is_refused_and_the_first_step_goes_on(bench: Bench) -> No
     bench.driver.drain()
 
 
-def test_sampling_with_no_step_in_flight_returns_an_empty_output(bench: Bench) -> None:
+def test_sampling_with_no_step_in_flight_is_refused(bench: Bench) -> None:
     before = bench.state()
-    assert bench.runner.sample_tokens(None).req_ids == []
+    with pytest.raises(ProtocolError, match="no step is in flight; call execute_model first"):
+        bench.runner.sample_tokens(None)
     assert bench.state() == before
     bench.driver.drain()
