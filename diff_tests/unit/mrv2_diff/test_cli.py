@@ -850,7 +850,7 @@ def test_no_difference_of_a_logprob_passes() -> None:
 
 
 @pytest.mark.parametrize(
-    ("growth", "translated", "status"), [(1.3, 1.3, 0), (1.31, 1.2, 1), (1.2, 1.31, 1)]
+    ("growth", "translated", "status"), [(1.3, 2.0, 0), (1.31, 1.2, 1), (1.2, 2.01, 1)]
 )
 def test_host_cost_passes_up_to_its_bound_and_draws_its_curves(
     fake: FakeHarness,
@@ -860,7 +860,6 @@ def test_host_cost_passes_up_to_its_bound_and_draws_its_curves(
     tmp_path: Path,
     capsys: Capture,
 ) -> None:
-    bound = 1.3
     fake.growths = growth, translated
     out = tmp_path / "made" / "curves.svg"
     assert fake("host-cost", "--steps", 7, "--out", out) == status
@@ -868,7 +867,7 @@ def test_host_cost_passes_up_to_its_bound_and_draws_its_curves(
     assert text.startswith("7 steps\n")
     assert _last_line(text) == (
         f"1,024 / 64 requests: bookkeeping {growth:.2f}, with the translation {translated:.2f} "
-        f"(bound {bound:g})"
+        "(bounds 1.3 and 2)"
     )
     assert out.read_text() == "<svg/>"
     assert fake("host-cost", "--out", tmp_path) == 2
