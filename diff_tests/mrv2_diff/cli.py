@@ -5,15 +5,14 @@ Nothing heavy is imported before a command needs it, so that `--help` is instant
 
 import argparse
 import dataclasses
-import difflib
 import json
 import os
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from mrv2_diff import help_texts
 from mrv2_diff.case import GRAPHS, Case
@@ -35,6 +34,10 @@ from mrv2_diff.record import Record
 from mrv2_diff.records_folder import RECORDS, RecordsFolder, RecordsFolderError
 from mrv2_diff.schedules import actions
 from mrv2_diff.schedules.result import LONG_SECONDS, SoakResult, invariance_table, summary
+from mrv2_diff.selection import SelectionError, case_in, check_known, pair_named, selected
+
+if TYPE_CHECKING:
+    from mrv2_diff.shrinking.request import Result
 
 _T = TypeVar("_T")
 
@@ -53,8 +56,13 @@ _SOURCES = ("commit", "mrv2", "vllm", "torch")
 """Of an environment: what decides the outcome of a case. A record of another one is out of date."""
 
 MAX_SOAK_MINUTES = 24 * 60
+MAX_SHRINK_SECONDS = 24 * 3600
+MAX_REPEAT = 1000
+MAX_MUTANTS = 1000
 
 LATEST = Path("reports/latest")
+FAILING = "failing"
+"""Folder in that of a run, with a file for each case that fails."""
 COMMITTED = Path("reports")
 
 
@@ -69,7 +77,7 @@ def main(argv: Sequence[str] | None = None, *, harness: Harness | None = None) -
     parsed = _parser().parse_args(arguments)
     try:
         return _COMMANDS[parsed.command](parsed, harness)
-    except (BadInputError, RecordsFolderError) as error:
+    except (BadInputError, RecordsFolderError, SelectionError) as error:
         if os.environ.get(TRACEBACK_VAR):
             traceback.print_exception(error)
         print(f"mrv2-diff {parsed.command}: {error}", file=sys.stderr)
@@ -101,6 +109,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_bench(commands)
     _add_soak(commands)
     _add_replay(commands)
+    _add_shrink(commands)
     _add_invariance(commands)
     _add_host_cost(commands)
     _add_command(commands, "check-surface", help_texts.CHECK_SURFACE)
@@ -129,6 +138,8 @@ def _add_run(commands: "_Commands[argparse.ArgumentParser]") -> None:
                      "area; may be given again")  # fmt: skip
     run.add_argument("--case", action="append", default=[], metavar="ID", help="one case, besides "
                      "those of --area; may be given again")  # fmt: skip
+    run.add_argument("--case-file", action="append", type=Path, default=[], metavar="FILE",
+                     help="a case that shrink or run wrote; may be given again")  # fmt: skip
     run.add_argument("--pair", default="v1,mrv2", metavar="REF,CAND",
                      help="reference and candidate: v1,mrv2 (default) or v1,v1")  # fmt: skip
     run.add_argument("--model", type=Path, metavar="DIR", help="checkpoint to run on, instead of "
@@ -291,6 +302,41 @@ def _add_replay(commands: "_Commands[argparse.ArgumentParser]") -> None:
     replay.add_argument("file", type=Path, metavar="FILE", help="schedule that soak wrote")
 
 
+def _add_shrink(commands: "_Commands[argparse.ArgumentParser]") -> None:
+    shrink = _add_command(commands, "shrink", help_texts.SHRINK)
+    shrink.add_argument("case", nargs="?", metavar="CASE", help="id of a case, or a case file "
+                        "(default: the case of each --mutant)")  # fmt: skip
+    shrink.add_argument("--mutant", action="append", default=[], metavar="NAME", help="fault to "
+                        "plant in the candidate; may be given again")  # fmt: skip
+    shrink.add_argument("--mutants", type=_whole_number(MAX_MUTANTS), metavar="N",
+                        help="so many faults, of as many cases as there are")  # fmt: skip
+    shrink.add_argument("--pair", metavar="REF,CAND", help="reference and candidate (default: the "
+                        "file's, or v1,mrv2)")  # fmt: skip
+    shrink.add_argument("--model", type=Path, metavar="DIR", help="checkpoint to run on, instead "
+                        "of the tiny one that each case names")  # fmt: skip
+    shrink.add_argument("--graphs", choices=GRAPHS, default="none", help="as for run "
+                        "(default: %(default)s)")  # fmt: skip
+    shrink.add_argument("--repeat", type=_whole_number(MAX_REPEAT), default=3, metavar="N",
+                        help="runs before and after, and of each try where the failure is flaky "
+                        "(default: %(default)s)")  # fmt: skip
+    shrink.add_argument("--seconds", type=_seconds, default=60.0, metavar="S", help="processor "
+                        "time for each case, beside its engine's start (default: "
+                        "%(default)g)")  # fmt: skip
+    shrink.add_argument("--simpler-engine", action="store_true", help="try a simpler engine at "
+                        "the end, which takes another start")  # fmt: skip
+    shrink.add_argument("--out", type=Path, default=LATEST / "short", metavar="DIR", help="for "
+                        "ID.json and test_ID.py (default: %(default)s)")  # fmt: skip
+
+
+def _seconds(text: str) -> float:
+    seconds = _one_number(float, text)
+    if not 0.0 < seconds <= MAX_SHRINK_SECONDS:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no number of seconds above 0 and up to {MAX_SHRINK_SECONDS}"
+        )
+    return seconds
+
+
 def _add_invariance(commands: "_Commands[argparse.ArgumentParser]") -> None:
     invariance = _add_command(commands, "invariance", help_texts.INVARIANCE)
     invariance.add_argument("--requests", type=_whole_number(MAX_INVARIANCE_REQUESTS), default=200,
@@ -336,9 +382,10 @@ def _whole_number(high: int) -> Callable[[str], int]:
 
 
 def _run(arguments: argparse.Namespace, harness: Harness) -> int:
-    pair = _pair(arguments.pair)
+    pair = pair_named(arguments.pair)
+    named = selected(harness.cases(), arguments.area, arguments.case, arguments.case_file)
     selection = Selection(
-        cases=_runnable(_selected(harness, arguments.area, arguments.case), pair, harness),
+        cases=_runnable(named, pair, harness),
         pair=pair,
         model=_checked_model(arguments.model),
         graphs=arguments.graphs,
@@ -357,8 +404,14 @@ def _run(arguments: argparse.Namespace, harness: Harness) -> int:
     )
     if done:
         print(f"resuming: {len(done)} of {len(wanted)} cases have records", flush=True)
+
+    def keep(record: Record) -> None:
+        _keep(record, label, folder, records)
+        with _telling_of(arguments.out):
+            _keep_failing(wanted[record.id], record, arguments.out / FAILING)
+
     try:
-        _execute(left, harness, lambda record: _keep(record, label, folder, records))
+        _execute(left, harness, keep)
     except KeyboardInterrupt:
         print(f"\ninterrupted: {_how_to_go_on(records, wanted, folder)}", file=sys.stderr)
         return EXIT_INTERRUPTED
@@ -420,6 +473,23 @@ def _keep(record: Record, label: str, folder: RecordsFolder, records: list[Recor
     records.append(labelled)
 
 
+def _keep_failing(case: Case, record: Record, folder: Path) -> None:
+    """Write the case of a record that fails as a file, and remove the file of one that passes."""
+    from mrv2_diff import case_file
+
+    file = folder / f"{case.id}.json"
+    if record.verdict.passes:
+        file.unlink(missing_ok=True)
+    elif case.apart is None:
+        first = record.first_divergence
+        found = case_file.Found(
+            verdict=record.verdict,
+            value=first.value if first is not None else None,
+            summary=record.summary,
+        )
+        case_file.write(case_file.CaseFile(case=case, pair=record.pair, found=found), file)
+
+
 def _conclude(records: Sequence[Record], *, expected: int) -> int:
     """Print the last line and return the exit code: 0 only where every case ran and passed."""
     from mrv2_diff.report import parity_line
@@ -432,15 +502,6 @@ def _conclude(records: Sequence[Record], *, expected: int) -> int:
     return EXIT_PASSED if passed else EXIT_FAILED
 
 
-def _selected(harness: Harness, areas: Sequence[str], ids: Sequence[str]) -> tuple[Case, ...]:
-    """Return the cases of the areas and those named; all of them where nothing is named."""
-    catalog = harness.cases()
-    _check_known("area", areas, dict.fromkeys(case.area for case in catalog.values()))
-    _check_known("case", ids, catalog)
-    every = not areas and not ids
-    return tuple(case for case in catalog.values() if every or case.area in areas or case.id in ids)
-
-
 def _runnable(cases: tuple[Case, ...], pair: tuple[str, str], harness: Harness) -> tuple[Case, ...]:
     """Return the cases without those in which V1 is known to be wrong, where V1 is both sides."""
     if pair[0] != pair[1]:
@@ -450,24 +511,6 @@ def _runnable(cases: tuple[Case, ...], pair: tuple[str, str], harness: Harness) 
     if not runnable:
         raise BadInputError("V1 is known to be wrong in these cases; compare it with mrv2 instead")
     return runnable
-
-
-def _check_known(kind: str, given: Sequence[str], known: Iterable[str]) -> None:
-    names = list(known)
-    for name in given:
-        if name in names:
-            continue
-        close = difflib.get_close_matches(name, names, n=3, cutoff=0.5)
-        ordered = close + [other for other in names if other not in close]
-        raise BadInputError(f"no {kind} is called {name!r}; choose from: {', '.join(ordered)}")
-
-
-def _pair(text: str) -> tuple[str, str]:
-    for pair in PAIRS:
-        if text == ",".join(pair):
-            return pair
-    known = " or ".join(",".join(pair) for pair in PAIRS)
-    raise BadInputError(f"no pair is called {text!r}; choose {known}")
 
 
 def _checked_model(folder: Path | None) -> Path | None:
@@ -576,7 +619,7 @@ def _make_model(arguments: argparse.Namespace, harness: Harness) -> int:
 
 
 def _cases(arguments: argparse.Namespace, harness: Harness) -> int:
-    chosen = _selected(harness, arguments.area, [])
+    chosen = selected(harness.cases(), arguments.area, [], [])
     width = max((len(case.id) for case in chosen), default=0)
     for area in dict.fromkeys(case.area for case in chosen):
         print(area)
@@ -703,6 +746,104 @@ def _replay(arguments: argparse.Namespace, harness: Harness) -> int:
     return EXIT_PASSED if failure is None else EXIT_FAILED
 
 
+def _shrink(arguments: argparse.Namespace, harness: Harness) -> int:
+    from mrv2_diff.shrinking.request import ShrinkRequest, conclusion, table
+
+    out: Path = arguments.out
+    with _telling_of(out):
+        _probe_file(out / "probe.json")
+    cases, pair = _to_shrink(arguments, harness)
+    request = ShrinkRequest(
+        cases=cases,
+        pair=pair,
+        model=_checked_model(arguments.model),
+        graphs=arguments.graphs,
+        repeat=arguments.repeat,
+        seconds=arguments.seconds,
+        engine=arguments.simpler_engine,
+    )
+    results = []
+    shrinking = harness.shrink(request, lambda line: print(line, flush=True))
+    from mrv2.errors import ConfigError  # imports torch, for which the harness prepares first
+
+    try:
+        for result in shrinking:
+            results.append(result)
+            with _telling_of(out):
+                print(_told(result, out), flush=True)
+    except ConfigError as error:
+        raise BadInputError(str(error)) from error
+    if len(results) > 1:
+        print(table(results))
+    print(conclusion(results), flush=True)
+    is_whole = bool(results) and all(result.shrunk is not None for result in results)
+    return EXIT_PASSED if is_whole else EXIT_FAILED
+
+
+def _told(result: "Result", out: Path) -> str:
+    """Write what is left of a case; return what is said of it."""
+    from mrv2_diff import case_file
+    from mrv2_diff.shrinking import texts
+
+    name = result.whole.fault or result.whole.id
+    if result.kept is None or result.shrunk is None:
+        return f"{name}: nothing to shrink: {result.why_not}\n"
+    case, pair, shrunk = result.kept.case, result.kept.pair, result.shrunk
+    file = out / f"{case.id}.json"
+    case_file.write(result.kept, file)
+    test = out / f"test_{texts.identifier(case.id)}.py"
+    test.write_text(texts.pytest_module(case, pair, result.outcome))
+    late = "; the time was over, give it more with --seconds" if shrunk.out_of_time else ""
+    return (
+        f"{texts.script(case, pair, result.outcome)}\n"
+        f"seen in {shrunk.before} of the whole case ({shrunk.first_steps} steps), in "
+        f"{shrunk.after} of this one ({shrunk.num_steps} steps); {shrunk.tries} runs in "
+        f"{result.seconds:.0f} s of the processor{late}\n"
+        f"wrote {file}; run it again: mrv2-diff run --case-file {file}\n"
+        f"wrote {test}\n"
+    )
+
+
+def _to_shrink(
+    arguments: argparse.Namespace, harness: Harness
+) -> tuple[tuple[Case, ...], tuple[str, str]]:
+    """Return the cases that a command line means, each with its fault, and the pair."""
+    pair = None if arguments.pair is None else pair_named(arguments.pair)
+    faults = _faults(arguments, harness)
+    if arguments.case is None:
+        if not faults:
+            raise BadInputError("name a case, a case file, or a fault with --mutant")
+        catalog = harness.cases()
+        named = [dataclasses.replace(catalog[case], fault=fault) for fault, case in faults.items()]
+        return tuple(named), pair or PAIRS[0]
+    if arguments.case.endswith(".json"):
+        kept = case_in(Path(arguments.case))
+        case, pair = kept.case, pair or pair_named(",".join(kept.pair))
+    else:
+        catalog = harness.cases()
+        check_known("case", [arguments.case], catalog)
+        case = catalog[arguments.case]
+    cases = [dataclasses.replace(case, fault=fault) for fault in faults] or [case]
+    return tuple(cases), pair or PAIRS[0]
+
+
+def _faults(arguments: argparse.Namespace, harness: Harness) -> dict[str, str]:
+    """Return the faults that are asked for with their cases."""
+    if not arguments.mutant and arguments.mutants is None:
+        return {}
+    known = harness.faults()
+    check_known("fault", arguments.mutant, known)
+    chosen = {name: known[name] for name in arguments.mutant}
+    wanted = len(chosen) + (arguments.mutants or 0)
+    left = {name: case for name, case in known.items() if name not in chosen}
+    while left and len(chosen) < wanted:  # the first of each case, then the second of each
+        firsts = {case: name for name, case in reversed(left.items())}
+        for name in [name for name, case in left.items() if firsts[case] == name]:
+            if len(chosen) < wanted:
+                chosen[name] = left.pop(name)
+    return chosen
+
+
 def _invariance(arguments: argparse.Namespace, harness: Harness) -> int:
     result = harness.invariance(arguments.requests)
     print(invariance_table(result))
@@ -754,6 +895,7 @@ _COMMANDS = {
     "bench": _bench,
     "soak": _soak,
     "replay": _replay,
+    "shrink": _shrink,
     "invariance": _invariance,
     "host-cost": _host_cost,
     "check-surface": _check_surface,

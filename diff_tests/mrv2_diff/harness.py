@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from mrv2_diff.device_bench.bench import Outcome
     from mrv2_diff.device_bench.options import Options
     from mrv2_diff.schedules.soak import Bench
+    from mrv2_diff.shrinking.request import Result, Say, ShrinkRequest
 
 OnStep = Callable[[str, int], None]
 
@@ -117,6 +118,10 @@ class Harness:
     """Schedules so many requests in many ways."""
     host_cost: Callable[[int], HostCostResult]
     """Measures the core by batch size, over so many steps of each."""
+    faults: Callable[[], Mapping[str, str]]
+    """Returns the case of each fault that can be planted, by the fault's name."""
+    shrink: "Callable[[ShrinkRequest, Say], Iterator[Result]]"
+    """Makes failing cases short, and says how it goes."""
 
 
 def installed_harness() -> Harness:
@@ -133,6 +138,8 @@ def installed_harness() -> Harness:
         replay=_replay,
         invariance=_invariance,
         host_cost=_host_cost,
+        faults=_faults,
+        shrink=_shrink,
     )
 
 
@@ -252,3 +259,17 @@ def _host_cost(num_steps: int) -> HostCostResult:
         translated_growth=translated,
         picture=picture(costs),
     )
+
+
+def _faults() -> Mapping[str, str]:
+    process.prepare()
+    from mrv2_diff.mutants import MUTANTS  # imports torch
+
+    return {mutant.id: mutant.case for mutant in MUTANTS}
+
+
+def _shrink(request: "ShrinkRequest", say: "Say") -> "Iterator[Result]":
+    process.prepare()
+    from mrv2_diff.shrinking.session import shrink_cases  # imports torch and vLLM: seconds
+
+    return shrink_cases(request, say)

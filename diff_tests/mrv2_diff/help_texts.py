@@ -38,7 +38,9 @@ examples:
   mrv2-diff run --model ./checkpoint --out ./mine  your own model
   mrv2-diff run --graphs FULL_DECODE_ONLY          with CUDA graphs, on a CUDA device
   mrv2-diff run --resume                           go on after an interruption
+  mrv2-diff run --case-file ./short/a.b.json       a case that shrink or a run wrote
 
+A case that fails is kept as DIR/failing/ID.json, for mrv2-diff shrink.
 DIR/records.jsonl of a former run is kept as records.previous.jsonl, unless --resume is given. A
 resumed run repeats the cases whose records are of another commit or of other changes to it, or of
 another mrv2, vLLM or torch. MRV2_DIFF_TRACEBACK=1 shows what led to a message.
@@ -172,6 +174,33 @@ example:
   mrv2-diff replay reports/latest/failing-schedule.json
 
 exit codes: 0 nothing is wrong, 1 it fails, 2 the file is no schedule.""",
+)
+
+SHRINK = HelpText(
+    short="make a failing case short",
+    long="""\
+Leave out requests, steps, parameters and tokens of a failing case as long as it fails in the same
+way: the same verdict at the same value of the step, or a crash with the same exception. One engine
+runs all tries. A failure that is not seen in each of the first --repeat runs is flaky: a try then
+has as many runs, and counts where at least half as many show it. Prints what is left as a script,
+and writes it as a case file and as a module for pytest.
+
+With --mutant a fault is planted in the candidate while its case runs.""",
+    epilog="""\
+examples:
+  mrv2-diff shrink lifecycle.preemption                   a case that fails
+  mrv2-diff shrink reports/latest/failing/a.b.json        a file that run wrote
+  mrv2-diff shrink --mutant stale-row                     a planted fault, in its own case
+  mrv2-diff shrink --mutants 10                           ten of them, with a table
+  mrv2-diff run --case-file reports/latest/short/a.b.short.json
+
+A case that V1 fails, or that runs in engines of its own, cannot be shrunk.
+
+exit codes:
+  0    every case was made short, or is as short as it can be
+  1    a case does not fail
+  2    bad input: an unknown name, a file that holds no case, a folder that cannot be written
+  130  interrupted""",
 )
 
 INVARIANCE = HelpText(
