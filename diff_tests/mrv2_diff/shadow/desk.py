@@ -26,6 +26,7 @@ from mrv2_diff.shadow.counters import Counters
 from mrv2_diff.shadow.messages import Done, Failed, Ready, Start
 from mrv2_diff.shadow.settings import Settings
 from mrv2_diff.shadow.slices import Slice, Slicer
+from mrv2_diff.shadow.weights import release
 
 START_LIMIT_S = 300.0
 """For the child to import vLLM, load the model and allocate."""
@@ -197,7 +198,11 @@ class Desk:
 
     def _run(self, message: Start, refusal: Callable[[Any], str | None]) -> None:
         try:
-            self._take_up(self._exchange(message, START_LIMIT_S), refusal)
+            try:
+                ready = self._exchange(message, START_LIMIT_S)
+            finally:
+                release(message.weights)
+            self._take_up(ready, refusal)
             with self._changed:
                 self._changed.notify_all()
             while (found := self._next()) is not None:

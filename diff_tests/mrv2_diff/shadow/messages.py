@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mrv2_diff.shadow.slices import Room
+from mrv2_diff.shadow.weights import SharedWeights
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -17,8 +18,7 @@ class Start:
     """Blocks of the shadow's KV cache, vLLM's null block among them."""
     kv_bytes: int
     """What they may take."""
-    weights: Any
-    """A `SharedWeights`."""
+    weights: SharedWeights
     platform: str
     """`cpu` or `cuda`."""
     local_rank: int

@@ -11,13 +11,11 @@ import mmap
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-_SHARED_MEMORY = Path("/dev/shm")
 _ALIGNMENT = 64
 
 
@@ -36,7 +34,9 @@ class SharedWeights:
     """How another process finds the parameters, by their names."""
 
     path: str | None = None
-    """File of the shared memory on a CPU; gone once the other process has opened it."""
+    """Where the other process opens the shared memory of a CPU, until `release`."""
+    handle: int = -1
+    """This process's own of that memory."""
     num_bytes: int = 0
     places: dict[str, Place] = field(default_factory=dict)
     handles: dict[str, Any] = field(default_factory=dict)
@@ -58,22 +58,21 @@ def share(module: nn.Module) -> SharedWeights:
         )
     dense = {name: p for name, p in parameters.items() if _is_dense(p)}
     weights = _plan(dense)
-    path = _SHARED_MEMORY / f"mrv2-shadow-{os.getpid()}"
-    handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+    # Memory without a name in any folder: nothing is left behind, however this process ends.
+    weights.handle = os.memfd_create("mrv2-shadow")
     try:
-        os.posix_fallocate(handle, 0, weights.num_bytes)  # a mapping that cannot grow is a SIGBUS
-        memory = mmap.mmap(handle, weights.num_bytes)
+        # A page that cannot be had ends the process when it is written, so it is asked for before.
+        os.posix_fallocate(weights.handle, 0, weights.num_bytes)
+        memory = mmap.mmap(weights.handle, weights.num_bytes)
     except OSError:
-        path.unlink()
+        release(weights)
         raise
-    finally:
-        os.close(handle)
+    weights.path = f"/proc/{os.getpid()}/fd/{weights.handle}"
     views = {name: _view(memory, place) for name, place in weights.places.items()}
     for name, view in views.items():
         view.copy_(dense[name].data)
     for name, view in views.items():
         dense[name].data = view
-    weights.path = str(path)
     return weights
 
 
@@ -110,10 +109,11 @@ def adopt(module: nn.Module, weights: SharedWeights) -> tuple[int, int]:
     return num_shared, num_own
 
 
-def forget_name(weights: SharedWeights) -> None:
-    """Remove the file's name; the memory stays while a process has it."""
-    if weights.path is not None:
-        Path(weights.path).unlink(missing_ok=True)
+def release(weights: SharedWeights) -> None:
+    """Let no other process open the memory any more; those that have it keep it."""
+    if weights.handle >= 0:
+        os.close(weights.handle)
+        weights.handle = -1
 
 
 def _plan(parameters: Mapping[str, Tensor]) -> SharedWeights:

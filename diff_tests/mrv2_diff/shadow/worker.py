@@ -167,7 +167,7 @@ def child_environment(environ: dict[str, str]) -> dict[str, str]:
 
 
 def _num_blocks(runner: Any, kv_cache_config: Any, kv_bytes: int) -> int:
-    """Return how many blocks fit the budget, by what V1's blocks take, and no more than can be used.
+    """Return how many blocks fit the budget, but no more than can be used.
 
     Raises:
         ConfigError: None does, beside vLLM's null block.

@@ -23,6 +23,7 @@ from mrv2_diff.shadow.counters import Counters
 from mrv2_diff.shadow.desk import Desk
 from mrv2_diff.shadow.messages import Start
 from mrv2_diff.shadow.settings import Settings
+from mrv2_diff.shadow.weights import SharedWeights
 
 CHILD = """
 import os, pickle, signal, sys, time
@@ -89,7 +90,7 @@ def start_message() -> Start:
         kv_cache_config=None,
         num_blocks=51,
         kv_bytes=1,
-        weights=None,
+        weights=SharedWeights(),
         platform="cpu",
         local_rank=0,
     )
