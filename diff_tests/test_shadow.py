@@ -174,9 +174,8 @@ def test_without_a_fault_nothing_is_found(folder: Path, outcomes: dict[str, Any]
     assert report["mismatches"] == report["faults"] == report["dropped_requests"] == 0
 
 
-def test_the_workload_was_what_it_claims(folder: Path, outcomes: dict[str, Any]) -> None:
-    """The mutant that only a resumed request shows was found, so requests were preempted."""
-    assert outcomes["resumed-keeps-old-block"]["report"]["mismatches"] > 0
+def test_requests_were_preempted(outcomes: dict[str, Any]) -> None:
+    assert outcomes["clean"]["report"]["resumed_requests"] > 0
 
 
 @pytest.mark.parametrize("name", MUTANTS)

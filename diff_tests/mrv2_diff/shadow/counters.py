@@ -19,6 +19,7 @@ COUNTERS = {
     "unsupported_requests": "Requests drawn for the sample that mrv2 refuses; not followed.",
     "no_room_requests": "Requests drawn for the sample that did not fit the shadow's KV cache.",
     "dropped_requests": "Requests that the shadow gave up before their end.",
+    "resumed_requests": "Times that a followed request went on after a preemption.",
     "compared_tokens": "Tokens of V1 that were compared.",
     "compared_logprobs": "Logprobs of V1 that were compared.",
     "mismatches": "Values of V1 that mrv2 would not have given.",

@@ -280,7 +280,7 @@ class Follower:
         """Let a request be computed from its first token again."""
         if request.was_announced:
             for blocks in request.reserved:
-                blocks.reverse()  # as with V1, it is given other blocks than it had
+                blocks.insert(0, blocks.pop())  # as with V1, it is given other blocks than it had
         request.num_computed = 0
         request.num_given = [0] * len(request.num_given)
         request.must_resume = request.was_announced

@@ -216,6 +216,7 @@ class Slicer:
                 start = cached.num_computed_tokens[cached.req_ids.index(req_id)]
                 if req_id in cached.resumed_req_ids:
                     found.restarted.append(req_id)
+                    self._count("resumed_requests")
             found.work.append(Work(req_id=req_id, start=start, end=start + num_tokens))
 
 

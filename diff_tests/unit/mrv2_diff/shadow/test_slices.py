@@ -119,6 +119,7 @@ def test_a_prefix_hit_and_a_resume_are_seen(counts: Counter[str]) -> None:
     again = cutter.cut(step(go_on={"a": 32}, resumed={"a"}, num_tokens={"a": 49}))
     assert again is not None
     assert again.restarted == ["a"]
+    assert counts["resumed_requests"] == 1
     assert again.work == [Work(req_id="a", start=32, end=81)]
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,9 +15,9 @@ from torch import nn
 from mrv2_diff.shadow import weights as shared
 
 
-def model(seed: int) -> nn.Module:
+def model(seed: int) -> Any:
     torch.manual_seed(seed)
-    made = nn.Sequential(nn.Embedding(7, 5), nn.Linear(5, 3), nn.Linear(3, 2, bias=False))
+    made: Any = nn.Sequential(nn.Embedding(7, 5), nn.Linear(5, 3), nn.Linear(3, 2, bias=False))
     made[2].weight.data = torch.randn(3, 2).t()  # in column order
     made.register_parameter("packed", nn.Parameter(torch.empty(0)))
     return made.requires_grad_(False)
@@ -53,7 +55,7 @@ def test_without_room_nothing_is_moved(monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(shared.os, "posix_fallocate", full)
+    monkeypatch.setattr(os, "posix_fallocate", full)
     mine = model(0)
     before = mine[0].weight.data_ptr()
     with pytest.raises(OSError, match="No space"):
