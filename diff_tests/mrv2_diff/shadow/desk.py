@@ -153,6 +153,7 @@ class Desk:
         self._end_child()
         if self._thread is not None:
             self._thread.join(5)
+        self._reap()
 
     def wait_until_idle(self, timeout_s: float) -> bool:
         """Wait until the shadow has started and done all that it was given; for tests.
@@ -214,6 +215,8 @@ class Desk:
         except Exception as error:  # noqa: BLE001 - as above
             if not self._is_closed:
                 self._abandon(str(error) or type(error).__name__)
+        finally:
+            self._reap()
 
     def _next(self) -> Slice | None:
         with self._changed:
@@ -293,10 +296,13 @@ class Desk:
     def _end_child(self) -> None:
         if self._child.poll() is None:
             self._child.kill()
+
+    def _reap(self) -> None:
         try:
             self._child.wait(5)
         except subprocess.TimeoutExpired:
-            _logger.error("shadow: process %d cannot be ended", self._child.pid)
+            if self._is_closed:
+                _logger.error("shadow: process %d cannot be ended", self._child.pid)
 
     def _write(self, finding: dict[str, object]) -> None:
         """Append a line; a file that cannot be written any more stops nothing."""

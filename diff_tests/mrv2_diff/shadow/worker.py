@@ -193,6 +193,6 @@ def _num_blocks(runner: Any, kv_cache_config: Any, kv_bytes: int) -> int:
 def _share(module: Any) -> SharedWeights:
     try:
         return share(module)
-    except OSError as error:
+    except Exception as error:  # noqa: BLE001 - the shadow's faults are contained
         logger.warning("shadow: V1's weights cannot be shared (%s); it loads its own", error)
         return SharedWeights()
