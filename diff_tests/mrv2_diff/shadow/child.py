@@ -46,7 +46,12 @@ def main() -> int:
 
 
 def _yield_to_the_server() -> None:
+    """Take what the server leaves: other cores than its own where it is bound to some."""
     os.nice(NICENESS)
+    cores = set(range(os.cpu_count() or 1)) - os.sched_getaffinity(0)
+    if cores:
+        with contextlib.suppress(OSError):
+            os.sched_setaffinity(0, cores)
     with contextlib.suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text("1000")
     with contextlib.suppress(OSError, AttributeError):

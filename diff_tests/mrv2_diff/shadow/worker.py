@@ -156,8 +156,8 @@ def refusal(params: Any) -> str | None:
 
 def child_environment(environ: dict[str, str]) -> dict[str, str]:
     """Return the environment of the shadow's process, which has mrv2's worker alone."""
-    kept = {name: value for name, value in environ.items() if not name.startswith(PREFIX)}
-    kept.pop("PROMETHEUS_MULTIPROC_DIR", None)
+    dropped = (PREFIX, "PROMETHEUS_MULTIPROC_DIR", "OMP_", "KMP_", "GOMP_")  # V1's cores
+    kept = {name: value for name, value in environ.items() if not name.startswith(dropped)}
     return {
         **kept,
         "MRV2_RUNNER": "mrv2",
