@@ -42,6 +42,8 @@ def prompt(number):
 def asked(number):
     kind = number % 6
     made = dict(max_tokens=30 + 3 * number, temperature=0.0, ignore_eos=True, detokenize=False)
+    if kind == 0:
+        made |= dict(logprobs=1)
     if kind == 1:
         made |= dict(temperature=0.8, top_k=20, logprobs=3)
     if kind == 2:
