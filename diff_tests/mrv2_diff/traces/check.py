@@ -119,9 +119,9 @@ class _Checker:
 
     def _see_output(self, step: Step) -> None:
         names, contents = step.executed.num_scheduled_tokens, self.contents
-        if step.sampled is not None and step.sampled.mask is not None:
+        if step.sampled is not None:
             bits = step.sampled.mask.array()
-            req_ids = step.sampled.req_ids or []
+            req_ids = step.sampled.req_ids
             words = -(-self._head.model.vocab_size // 32)
             if bits.shape != (len(req_ids), words) or not set(req_ids) <= set(names):
                 raise ValueError(

@@ -124,11 +124,11 @@ class Executed(
 class Sampled(
     msgspec.Struct, frozen=True, array_like=True, tag="sample", forbid_unknown_fields=True
 ):
-    """The second call of a step, with a GrammarOutput's ids and bits; None where there was none."""
+    """The GrammarOutput of a step; where grammars constrain nothing there is none."""
 
     step: Count
-    req_ids: list[Text] | None
-    mask: Mask | None
+    req_ids: list[Text]
+    mask: Mask
 
 
 class Output(

@@ -161,7 +161,7 @@ class Step:
     number: int
     executed: Executed
     sampled: Sampled | None
-    """None where the step ran no token, or the file ends before its second call."""
+    """None where grammars constrain nothing."""
     output: Output | None
     """None where the file ends before it."""
 

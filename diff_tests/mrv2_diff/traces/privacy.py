@@ -50,9 +50,8 @@ class Noise:
         if isinstance(event, Executed):
             return self._executed(event)
         if isinstance(event, Sampled):
-            mask = None if event.mask is None else self._mask(event.mask)
-            names = None if event.req_ids is None else [self._name(name) for name in event.req_ids]
-            return Sampled(event.step, names, mask)
+            names = [self._name(name) for name in event.req_ids]
+            return Sampled(event.step, names, self._mask(event.mask))
         return Output(
             event.step,
             [self._name(name) for name in event.req_ids],

@@ -100,7 +100,8 @@ class Recorder:
             return output if output is None else returned(output)
 
         def sample_tokens(grammar_output: Any) -> Any:
-            recorder.take(sampled_event, recorder.last_step, grammar_output)
+            if grammar_output is not None:  # else the output says that there was this call
+                recorder.take(sampled_event, recorder.last_step, grammar_output)
             return returned(sample(grammar_output))
 
         def shut_down() -> None:

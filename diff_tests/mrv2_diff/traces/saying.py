@@ -74,17 +74,15 @@ def executed_event(output: Any) -> Executed:
 
 
 def sampled_event(step: int, grammar: Any) -> Sampled:
-    """Return the event of the second call of a step, with its GrammarOutput or None."""
-    if grammar is None:
-        return Sampled(step, None, None)
+    """Return the event of a step's GrammarOutput."""
     return Sampled(
         step, list(grammar.structured_output_request_ids), Mask.of(grammar.grammar_bitmask)
     )
 
 
 def output_event(step: int, output: Any) -> Output:
-    """Return the event of a ModelRunnerOutput."""
-    return Output(step, output.req_ids, [list(tokens) for tokens in output.sampled_token_ids])
+    """Return the event of a ModelRunnerOutput; it holds the very lists."""
+    return Output(step, output.req_ids, output.sampled_token_ids)
 
 
 def scheduler_output(event: Executed) -> Any:
@@ -143,9 +141,9 @@ def grammar_output(event: Sampled | None) -> Any:
     """Return a GrammarOutput of an event, or None."""
     from vllm.v1.core.sched.output import GrammarOutput
 
-    if event is None or event.mask is None:
+    if event is None:
         return None
-    return GrammarOutput(list(event.req_ids or ()), event.mask.array())
+    return GrammarOutput(list(event.req_ids), event.mask.array())
 
 
 def sampling_params(params: Params) -> Any:

@@ -24,6 +24,8 @@ from mrv2_diff.traces.format import (
 from mrv2_diff.traces.toy import a_head, a_load, arrival, going_on, write
 
 NUM_STEPS = 2000
+NO_BITS = Mask("int32", (0, 11), b"")
+MASKED = Sampled(0, [], NO_BITS)
 
 
 @pytest.fixture(scope="module")
@@ -44,8 +46,8 @@ def test_what_is_written_is_read(whole: Path) -> None:
 
 def test_an_output_may_come_after_the_next_step(tmp_path: Path) -> None:
     events: list[Event] = [
-        arrival(), Sampled(0, None, None), going_on(), Output(0, ["../../x"], [[9]]),
-        Sampled(1, None, None), Output(1, ["../../x"], [[8]]), going_on(computed=4),
+        arrival(), MASKED, going_on(), Output(0, ["../../x"], [[9]]),
+        Output(1, ["../../x"], [[8]]), going_on(computed=4),
     ]  # fmt: skip
     steps = list(open_trace(write(tmp_path / "t", events)).steps())
     assert [step.output and step.output.token_ids for step in steps] == [[[9]], [[8]], None]
@@ -56,8 +58,8 @@ def test_an_output_may_come_after_the_next_step(tmp_path: Path) -> None:
     "events",
     [
         [Output(0, [], [])],
-        [arrival(), Sampled(1, None, None)],
-        [arrival(), Sampled(0, None, None), Sampled(0, None, None)],
+        [arrival(), Sampled(1, [], NO_BITS)],
+        [arrival(), MASKED, MASKED],
         [arrival(), Output(0, [], []), Output(0, [], [])],
         [going_on()] * 1025,
     ],

@@ -67,7 +67,6 @@ def test_a_mask_allows_as_many_tokens() -> None:
     bits[1, :10] = -1
     event = Noise(VOCAB_SIZE).of(Sampled(0, ["a", "b"], Mask.of(bits)))
     assert isinstance(event, Sampled)
-    assert event.mask is not None
     after = event.mask.array()
     counts = np.unpackbits(after.view(np.uint8), axis=1).sum(axis=1).tolist()
     assert counts == [3, 320]
