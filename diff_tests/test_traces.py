@@ -22,7 +22,7 @@ from mrv2_diff.verdict import Verdict
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
 LIMIT_S = 400
-DEVELOPED_IN = {"VLLM_DISABLE_REQUEST_ID_RANDOMIZATION": "1"}
+NAMES_STAY = {"VLLM_DISABLE_REQUEST_ID_RANDOMIZATION": "1"}
 
 
 def record_mixed(path: Path, runner: str, *, private: bool = False) -> Path:
@@ -31,7 +31,7 @@ def record_mixed(path: Path, runner: str, *, private: bool = False) -> Path:
         "MRV2_RUNNER": runner,
         "MRV2_TRACE": str(path),
         "MRV2_TRACE_PRIVATE": str(int(private)),
-        **DEVELOPED_IN,
+        **NAMES_STAY,
     }
     done = subprocess.run(
         [sys.executable, "-m", "mrv2_diff.drivers.mixed", str(cached_model(ModelSpec()))],
