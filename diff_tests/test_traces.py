@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from mrv2_diff.models import ModelSpec, cached_model
 from mrv2_diff.traces.check import check_steps
 from mrv2_diff.traces.events import Event, Head, Output
 from mrv2_diff.traces.format import FrameWriter, open_trace
+from mrv2_diff.traces.recorder import IDLE_S
 from mrv2_diff.traces.replay import ReplayRefusedError, ReplayResult, replay
 from mrv2_diff.verdict import Verdict
 
@@ -239,6 +241,7 @@ def test_a_server_is_recorded_under_load(tmp_path: Path) -> None:
 
         with ThreadPoolExecutor(10) as pool:
             assert list(pool.map(ask, range(1, 21))) == [24] * 20
+        time.sleep(2 * IDLE_S + 1)  # vLLM kills its engine process as soon as the server ends
     trace = open_trace(path)
     contents = check_steps(trace.head, trace.steps())
     assert contents.requests == 20

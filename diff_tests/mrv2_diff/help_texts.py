@@ -178,7 +178,7 @@ examples:
 
 The file must not be there yet, and one engine writes it. With --private (MRV2_TRACE_PRIVATE=1) it
 holds nothing of what people wrote or were answered, and a replay compares runners. Interrupt the
-program to end it; what a killed engine leaves is read with `mrv2-diff replay --salvage`.
+program to end it; of an engine that is killed, the last half second may be missing.
 
 exit codes: 0 the trace is whole and the program ended with 0, 1 either is not so, 2 bad input.""",
 )

@@ -183,7 +183,6 @@ class Recorder:
                     waiting, size, steps = [], 0, 0
             if not going or time.monotonic() - since > IDLE_S:
                 self._writer.events(waiting, steps)
-                self._writer.flush()
                 waiting, size, steps, since = [], 0, 0, time.monotonic()
 
     def _arrived(self) -> Iterator[bytes | None]:

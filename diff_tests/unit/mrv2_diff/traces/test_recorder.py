@@ -1,6 +1,7 @@
 """A recorder beside a worker of this test: what it writes, and that no step notices it."""
 
 import threading
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +14,7 @@ from mrv2.errors import ConfigError
 from mrv2_diff.traces import plugin, recorder
 from mrv2_diff.traces.check import check_steps
 from mrv2_diff.traces.events import Event
-from mrv2_diff.traces.format import open_trace
+from mrv2_diff.traces.format import RUNNING, open_trace
 from mrv2_diff.traces.recorder import Recorder, is_output
 from mrv2_diff.traces.saying import UnrecordableError, executed_event, output_event, sampled_event
 from mrv2_diff.traces.toy import a_head, a_load
@@ -56,6 +57,20 @@ def test_what_was_taken_is_a_whole_trace(tmp_path: Path) -> None:
     assert trace.end.why == "the engine ended"
     assert check_steps(trace.head, trace.steps()).steps_with_output == 300
     assert not said
+
+
+def test_a_file_that_nobody_closed_is_whole(tmp_path: Path) -> None:
+    made = _made(tmp_path / "t", [])
+    made.take_step(_scheduled())
+    made.take(output_event, 0, _drawn())
+    deadline = time.monotonic() + 20
+    while open_trace(tmp_path / "t").whole_steps == 0 and time.monotonic() < deadline:
+        time.sleep(0.1)
+    trace = open_trace(tmp_path / "t")
+    assert trace.whole_steps == 1
+    assert trace.end is not None
+    assert trace.end.why == RUNNING
+    made.close()
 
 
 def test_lists_that_change_afterwards_are_as_they_were(tmp_path: Path) -> None:
