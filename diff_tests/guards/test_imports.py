@@ -24,6 +24,7 @@ VLLM_DOORS = (
     "mrv2_diff/shadow/build.py",
     "mrv2_diff/shadow/follower.py",
     "mrv2_diff/shadow/worker.py",
+    "mrv2_diff/traces/",
 )
 
 

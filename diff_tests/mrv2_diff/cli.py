@@ -25,9 +25,12 @@ from mrv2_diff.harness import (
     MAX_RATIO,
     MAX_TRANSLATED_GROWTH,
     PAIRS,
+    RUNNERS,
     Harness,
+    Recording,
     Selection,
     Soak,
+    TraceReplay,
     installed_harness,
 )
 from mrv2_diff.record import Record
@@ -108,6 +111,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_cases(commands)
     _add_bench(commands)
     _add_soak(commands)
+    _add_record(commands)
     _add_replay(commands)
     _add_shrink(commands)
     _add_invariance(commands)
@@ -297,9 +301,34 @@ def _add_soak(commands: "_Commands[argparse.ArgumentParser]") -> None:
                       help="for a failing schedule (default: %(default)s)")  # fmt: skip
 
 
+def _add_record(commands: "_Commands[argparse.ArgumentParser]") -> None:
+    record = _add_command(commands, "record", help_texts.RECORD)
+    record.add_argument("--out", type=Path, required=True, metavar="FILE",
+                        help="trace to write; it must not be there yet")  # fmt: skip
+    record.add_argument("--runner", choices=RUNNERS, help="MRV2_RUNNER of the command (default: as "
+                        "it is set)")  # fmt: skip
+    record.add_argument("--private", action="store_true", help="replace prompts, answers, lists of "
+                        "tokens and request ids by noise of the same length")  # fmt: skip
+    record.add_argument("program", nargs=argparse.REMAINDER, metavar="-- COMMAND", help="what "
+                        "starts the engine, with its arguments")  # fmt: skip
+
+
 def _add_replay(commands: "_Commands[argparse.ArgumentParser]") -> None:
     replay = _add_command(commands, "replay", help_texts.REPLAY)
-    replay.add_argument("file", type=Path, metavar="FILE", help="schedule that soak wrote")
+    replay.add_argument("file", type=Path, metavar="FILE", help="trace that record wrote, or "
+                        "schedule that soak wrote")  # fmt: skip
+    trace = replay.add_argument_group("of a trace")
+    trace.add_argument("--runner", choices=RUNNERS, help="(default: mrv2)")
+    how = trace.add_mutually_exclusive_group()
+    how.add_argument("--forced", action="store_true", help="commit the recorded tokens, so that "
+                     "every step is as it was (the default)")  # fmt: skip
+    how.add_argument("--free", action="store_true", help="commit the runner's own tokens")
+    trace.add_argument("--against", choices=RUNNERS, help="compare with another runner's replay "
+                       "instead of the recorded tokens (a private trace always does)")  # fmt: skip
+    trace.add_argument("--model", type=Path, metavar="DIR", help="the recorded model (default: "
+                       "the tiny one that was recorded)")  # fmt: skip
+    trace.add_argument("--salvage", action="store_true", help="play the whole steps that precede "
+                       "a damage")  # fmt: skip
 
 
 def _add_shrink(commands: "_Commands[argparse.ArgumentParser]") -> None:
@@ -733,14 +762,52 @@ class _TellsNowAndThen:
             self._next = 2 * result.steps
 
 
+def _record_trace(arguments: argparse.Namespace, harness: Harness) -> int:
+    program = arguments.program[arguments.program[:1] == ["--"] :]
+    out: Path = arguments.out
+    if not program:
+        raise BadInputError("name the command that starts the engine, behind --, such as: "
+                            "mrv2-diff record --out t.trace -- vllm serve MODEL")  # fmt: skip
+    if out.exists():
+        raise BadInputError(f"{out} is there already; remove it or name another file with --out")
+    with _telling_of(out):
+        _probe_file(out)
+    request = Recording(
+        out=out, program=tuple(program), runner=arguments.runner, private=arguments.private
+    )
+    try:
+        outcome = harness.record(request)
+    except ValueError as error:
+        raise BadInputError(str(error)) from error
+    print(outcome.text, flush=True)
+    if outcome.exit_code:
+        print(f"mrv2-diff record: {program[0]} ended with {outcome.exit_code}", file=sys.stderr)
+    return EXIT_PASSED if outcome.is_whole and not outcome.exit_code else EXIT_FAILED
+
+
+_OF_A_TRACE = ("runner", "forced", "free", "against", "model", "salvage")
+
+
 def _replay(arguments: argparse.Namespace, harness: Harness) -> int:
+    from mrv2_diff.traces.format import is_trace
+
+    try:
+        traced = is_trace(arguments.file)
+    except OSError as error:
+        raise _unreadable(arguments.file, error) from error
+    if traced:
+        return _replay_trace(arguments, harness)
+    for name in _OF_A_TRACE:
+        if getattr(arguments, name):
+            raise BadInputError(f"--{name} is for a trace, and {arguments.file} does not begin as "
+                                "one")  # fmt: skip
     try:
         schedule = actions.read(arguments.file)
     except OSError as error:
-        raise BadInputError(f"cannot read {arguments.file}: {error.strerror or error}; name a file "
-                            "that mrv2-diff soak wrote") from error  # fmt: skip
+        raise _unreadable(arguments.file, error) from error
     except ValueError as error:
-        raise BadInputError(f"{error}; name a file that mrv2-diff soak wrote") from error
+        raise BadInputError(f"{error}; name a file that mrv2-diff soak or mrv2-diff record "
+                            "wrote") from error  # fmt: skip
     failure = harness.replay(schedule)
     print(f"replay: {len(schedule.actions)} actions: {failure or 'nothing is wrong'}", flush=True)
     return EXIT_PASSED if failure is None else EXIT_FAILED
@@ -844,6 +911,30 @@ def _faults(arguments: argparse.Namespace, harness: Harness) -> dict[str, str]:
     return chosen
 
 
+def _unreadable(file: Path, error: OSError) -> BadInputError:
+    return BadInputError(f"cannot read {file}: {error.strerror or error}; name a file that "
+                         "mrv2-diff soak or mrv2-diff record wrote")  # fmt: skip
+
+
+def _replay_trace(arguments: argparse.Namespace, harness: Harness) -> int:
+    asked = TraceReplay(
+        trace=arguments.file,
+        runner=arguments.runner or "mrv2",
+        forced=not arguments.free,
+        against=arguments.against,
+        model=arguments.model,
+        salvage=arguments.salvage,
+    )
+    try:
+        outcome = harness.replay_trace(asked)
+    except OSError as error:
+        raise _unreadable(arguments.file, error) from error
+    except ValueError as error:  # damaged, or of another model, vLLM or KV cache
+        raise BadInputError(str(error)) from error
+    print(outcome.text, flush=True)
+    return EXIT_PASSED if outcome.passes else EXIT_FAILED
+
+
 def _invariance(arguments: argparse.Namespace, harness: Harness) -> int:
     result = harness.invariance(arguments.requests)
     print(invariance_table(result))
@@ -894,6 +985,7 @@ _COMMANDS = {
     "cases": _cases,
     "bench": _bench,
     "soak": _soak,
+    "record": _record_trace,
     "replay": _replay,
     "shrink": _shrink,
     "invariance": _invariance,

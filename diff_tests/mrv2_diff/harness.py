@@ -26,6 +26,9 @@ OnStep = Callable[[str, int], None]
 PAIRS: tuple[tuple[str, str], ...] = (("v1", "mrv2"), ("v1", "v1"))
 """Reference and candidate of every pair that can be run."""
 
+RUNNERS = ("mrv2", "v1")
+"""In which a trace can be recorded and replayed."""
+
 OnProgress = Callable[[SoakResult], None]
 
 MAX_BENCH_REQUESTS = 1024
@@ -92,6 +95,51 @@ class Soak:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Recording:
+    """A program whose engine is recorded."""
+
+    out: Path
+    program: tuple[str, ...]
+    runner: str | None
+    """MRV2_RUNNER of the program; None leaves it as it is."""
+    private: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecordingOutcome:
+    """What a recorded program left."""
+
+    text: str
+    is_whole: bool
+    exit_code: int
+    """Of the program."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TraceReplay:
+    """A trace to play in one runner."""
+
+    trace: Path
+    runner: str = "mrv2"
+    forced: bool = True
+    """Commit the recorded tokens, so that each step is as it was, whatever came before."""
+    against: str | None = None
+    """Another runner to compare with, in place of the recorded tokens."""
+    model: Path | None = None
+    """None: the tiny checkpoint whose spec was recorded."""
+    salvage: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplayOutcome:
+    """How a replay of a trace came out."""
+
+    text: str
+    """For people; the last line has the verdict."""
+    passes: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Harness:
     """The collaborators of the command line."""
 
@@ -114,6 +162,10 @@ class Harness:
     """Plays random schedules, and tells now and then how far it got."""
     replay: Callable[[Schedule], str | None]
     """Plays one schedule; returns how it fails, or None."""
+    record: Callable[[Recording], RecordingOutcome]
+    """Runs a program with its engine recorded. Raises ValueError where recording cannot act."""
+    replay_trace: Callable[[TraceReplay], ReplayOutcome]
+    """Plays a trace. Raises ValueError where the file or the machine does not allow it."""
     invariance: Callable[[int], InvarianceResult]
     """Schedules so many requests in many ways."""
     host_cost: Callable[[int], HostCostResult]
@@ -136,6 +188,8 @@ def installed_harness() -> Harness:
         surface=_surface,
         soak=_soak,
         replay=_replay,
+        record=_record,
+        replay_trace=_replay_trace,
         invariance=_invariance,
         host_cost=_host_cost,
         faults=_faults,
@@ -225,6 +279,18 @@ def _replay(schedule: Schedule) -> str | None:
 
     with _bench_of(schedule.model) as bench:
         return replay(schedule, bench)
+
+
+def _record(asked: Recording) -> RecordingOutcome:
+    from mrv2_diff.traces.record import record  # --help needs none of it
+
+    return record(asked)
+
+
+def _replay_trace(asked: TraceReplay) -> ReplayOutcome:
+    from mrv2_diff.traces.replay import outcome, replay  # --help needs none of it
+
+    return outcome(replay(asked), asked)
 
 
 @contextmanager

@@ -30,8 +30,12 @@ from mrv2_diff.harness import (
     HostCostResult,
     OnProgress,
     OnStep,
+    Recording,
+    RecordingOutcome,
+    ReplayOutcome,
     Selection,
     Soak,
+    TraceReplay,
     installed_harness,
 )
 from mrv2_diff.models import ModelSpec, make_model
@@ -110,6 +114,11 @@ class FakeHarness:
     unknown: dict[str, list[str]] = field(default_factory=dict)
     shrunk: list[ShrinkRequest] = field(default_factory=list)
     unshrinkable: set[str] = field(default_factory=set)
+    recorded: list[Recording] = field(default_factory=list)
+    program_exit: int = 0
+    replayed: list[TraceReplay] = field(default_factory=list)
+    trace_fault: Exception | None = None
+    trace_passes: bool = True
 
     def run(self, selection: Selection, on_step: OnStep) -> Iterator[Record]:
         self.selections.append(selection)
@@ -135,6 +144,18 @@ class FakeHarness:
     def replay(self, schedule: act.Schedule) -> str | None:
         return "a.step: wrong" if schedule.actions else None
 
+    def record(self, asked: Recording) -> RecordingOutcome:
+        self.recorded.append(asked)
+        if asked.program[0] == "no-such":
+            raise ValueError("cannot run 'no-such'")
+        return RecordingOutcome(text="wrote it", is_whole=True, exit_code=self.program_exit)
+
+    def replay_trace(self, asked: TraceReplay) -> ReplayOutcome:
+        self.replayed.append(asked)
+        if self.trace_fault is not None:
+            raise self.trace_fault
+        return ReplayOutcome(text="replay in mrv2", passes=self.trace_passes)
+
     def bench(self, num_requests: int, num_steps: int) -> BenchResult:
         self.benched.append((num_requests, num_steps))
         if isinstance(self.ratio, BaseException):
@@ -157,6 +178,8 @@ class FakeHarness:
             surface=lambda: self.unknown,
             soak=self.soak,
             replay=self.replay,
+            record=self.record,
+            replay_trace=self.replay_trace,
             invariance=lambda num_requests: INVARIANCE,
             host_cost=lambda num_steps: HostCostResult(
                 table=f"{num_steps} steps",
@@ -269,6 +292,8 @@ def test_a_case_without_a_record_fails_the_run(
         surface=dict,
         soak=fake.soak,
         replay=fake.replay,
+        record=fake.record,
+        replay_trace=fake.replay_trace,
         invariance=lambda num_requests: INVARIANCE,
         host_cost=lambda num_steps: HostCostResult(
             table=f"{num_steps} steps", growth=1.5, translated_growth=1.4, picture="<svg/>"
@@ -746,6 +771,7 @@ def test_bench_says_what_does_not_go_together(
         "cases",
         "bench",
         "soak",
+        "record",
         "replay",
         "shrink",
         "invariance",
@@ -861,7 +887,48 @@ def test_a_file_that_is_no_schedule_is_refused(
             path.write_text(text)
         assert fake("replay", path) == 2
         assert reason in (error := capsys.readouterr().err)
-        assert "name a file that mrv2-diff soak wrote" in error
+        assert "name a file that mrv2-diff soak or mrv2-diff record wrote" in error
+
+
+def test_a_trace_is_told_from_a_schedule_by_how_it_begins(
+    fake: FakeHarness, tmp_path: Path, capsys: Capture
+) -> None:
+    path = tmp_path / "t.trace"
+    path.write_bytes(b"MRV2TRC\n and so on")
+    assert fake("replay", path) == 0
+    assert fake("replay", path, "--runner", "v1", "--free", "--salvage", "--model", tmp_path) == 0
+    assert fake.replayed == [
+        TraceReplay(trace=path),
+        TraceReplay(trace=path, runner="v1", forced=False, salvage=True, model=tmp_path),
+    ]
+    fake.trace_passes = False
+    assert fake("replay", path) == 1
+    fake.trace_fault = ValueError("vLLM: recorded '0.31.0', here '0.32.0'")
+    capsys.readouterr()
+    assert fake("replay", path) == 2
+    assert "recorded '0.31.0'" in capsys.readouterr().err
+    path.write_text("{}")
+    assert fake("replay", path, "--runner", "v1") == 2
+    assert "--runner is for a trace" in capsys.readouterr().err
+
+
+def test_record_runs_what_stands_behind_two_dashes(
+    fake: FakeHarness, tmp_path: Path, capsys: Capture
+) -> None:
+    out = tmp_path / "t.trace"
+    assert fake("record", "--out", out, "--private", "--", "vllm", "serve", "--port", "1") == 0
+    assert fake.recorded == [
+        Recording(out=out, program=("vllm", "serve", "--port", "1"), runner=None, private=True)
+    ]
+    fake.program_exit = 3
+    assert fake("record", "--out", out, "--runner", "v1", "--", "x") == 1
+    assert "x ended with 3" in capsys.readouterr().err
+    assert fake("record", "--out", out, "--", "no-such") == 2
+    assert fake("record", "--out", out) == 2
+    assert "behind --" in capsys.readouterr().err
+    out.write_text("mine")
+    assert fake("record", "--out", out, "--", "x") == 2
+    assert "is there already" in capsys.readouterr().err
 
 
 def test_invariance_prints_a_line_for_each_way_and_what_differs(
