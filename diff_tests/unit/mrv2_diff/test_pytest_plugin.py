@@ -5,7 +5,6 @@ import subprocess
 import sys
 import tomllib
 import xml.etree.ElementTree as ElementTree
-from importlib.metadata import entry_points
 from pathlib import Path
 
 import pytest
@@ -17,11 +16,8 @@ from mrv2_diff import pytest_plugin
 pytest_plugins = ["pytester"]
 
 ROOT = Path(__file__).resolve().parents[3]
-ENTRY_POINT = "mrv2"
 MODULE = pytest_plugin.__name__
-IS_INSTALLED = any(each.value == MODULE for each in entry_points(group="pytest11"))
-"""Of an older installation of this project it may not be."""
-PLUGIN = ("-p", ENTRY_POINT if IS_INSTALLED else MODULE, "-p", "no:unraisableexception")
+PLUGIN = ("-p", MODULE, "-p", "no:unraisableexception")
 
 CONFTEST = """
 import dataclasses
@@ -222,7 +218,7 @@ def _installed_by_entry_point(folder: Path) -> dict[str, str]:
     """Return an environment in which pytest finds the plugin as pip would install it."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     declared = project["entry-points"]["pytest11"]
-    assert declared == {ENTRY_POINT: MODULE}
+    assert declared == {MODULE: MODULE}
     metadata = folder / "stand_in-0.dist-info"
     metadata.mkdir()
     (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: stand-in\nVersion: 0\n")
