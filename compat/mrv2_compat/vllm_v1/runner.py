@@ -333,7 +333,7 @@ class VllmRunner:
                 "sample_tokens was called, and no step is in flight; "
                 "call execute_model first, with a step that runs tokens"
             )
-        core, layout = self._require_core(), self._step.batch.layout
+        core, layout = self._require_core(), self._step.layout
         grammar = grammar_mask(
             grammar_output, layout.req_ids, layout.cu_num_logits, core.config.vocab_size
         )
