@@ -112,7 +112,9 @@ class Runner:
         self.trace: StepTrace = trace or NullTrace()
         self.rows = RowTable(config.max_num_reqs)
         self._arena = Arena(self.transfers)
-        self.requests = RequestColumns(config.num_rows, config.max_model_len, self._arena)
+        self.requests = RequestColumns(
+            config.num_rows, config.max_model_len, self._arena, maps_tokens=config.maps_tokens
+        )
         self.block_tables = BlockTables(config.kv_groups, config.num_rows, self._arena)
         self.sampler = Sampler(config, self.requests, self._arena, self.trace, stages)
         self._prompt_logprobs = PromptLogprobs(config, self.requests, self.transfers)
