@@ -32,10 +32,13 @@ from mrv2_diff.traces.format import FrameWriter, TraceError, open_trace
 TIME_LIMIT_S = 30.0
 """Of reading a copy, the start of its process included."""
 MAX_MEMORY = 2
-"""Times the whole file. A process grows by pages, and its allocator by more: of a file below
-`MIN_RESIDENT_BYTES`, only what Python allocates is held to this."""
-MIN_RESIDENT_BYTES = 1 << 20
+"""Times the whole file, or `MIN_BYTES` where that is more."""
+MIN_BYTES = 1 << 19
+"""One frame holds 64 KiB of events before compression, and as objects they are several times that,
+whatever the file has; a process grows by pages, and its allocator by more."""
 
+_MODULE = "mrv2_diff.traces.damage"
+"""This one, whose name is another where it is a program."""
 _FIRST = 12
 """Byte at which the first frame begins."""
 _FRAME = struct.Struct("<BBIIII")
@@ -228,9 +231,10 @@ class Taken:
             return self.failure
         if self.refusal is None:
             return "it was read to its end"
-        if self.python_bytes > MAX_MEMORY * whole_bytes:
+        limit = MAX_MEMORY * max(whole_bytes, MIN_BYTES)
+        if self.python_bytes > limit:
             return f"Python took {self.python_bytes} bytes"
-        if (self.resident_bytes or 0) > MAX_MEMORY * max(whole_bytes, MIN_RESIDENT_BYTES):
+        if (self.resident_bytes or 0) > limit:
             return f"the process grew by {self.resident_bytes} bytes"
         return None
 
@@ -250,7 +254,7 @@ def read_each(path: Path, folder: Path) -> Iterator[Taken]:
 
 
 def _read_in_process(name: str, path: Path) -> Taken:
-    command = [sys.executable, "-m", __name__, "--read", str(path)]
+    command = [sys.executable, "-m", _MODULE, "--read", str(path)]
     began = time.monotonic()
     try:
         done = subprocess.run(command, capture_output=True, timeout=TIME_LIMIT_S, check=False)
@@ -258,13 +262,13 @@ def _read_in_process(name: str, path: Path) -> Taken:
         seconds = time.monotonic() - began
         return Taken(name=name, refusal=None, failure="it hangs", seconds=seconds)
     if done.returncode:
-        failure = f"its process ended with {done.returncode}: {done.stderr.decode()[-500:]}"
+        failure = f"its process ended with {done.returncode}: {done.stderr.decode().strip()[-500:]}"
         seconds = time.monotonic() - began
         return Taken(name=name, refusal=None, failure=failure, seconds=seconds)
     return Taken(name=name, **json.loads(done.stdout))
 
 
-def _read(path: Path) -> str | None:
+def read(path: Path) -> str | None:
     """Read as far as a replay does before it starts a runner; return the refusal."""
     try:
         trace = open_trace(path)
@@ -279,15 +283,15 @@ def _read_measured(path: Path) -> NoReturn:
     from mrv2_diff.traces.toy import a_load, write  # what the first read of any trace loads
 
     with tempfile.TemporaryDirectory() as folder:
-        _read(write(Path(folder, "warm"), a_load(64)))
+        read(write(Path(folder, "warm"), a_load(64)))
     size = _resident("VmRSS")
     with suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
     began = time.monotonic()
-    refusal = _read(path)
+    refusal = read(path)
     seconds, peak = time.monotonic() - began, _resident("VmHWM")
     tracemalloc.start()
-    _read(path)
+    read(path)
     taken = {
         "refusal": refusal,
         "seconds": seconds,

@@ -3,6 +3,7 @@
 import hashlib
 import struct
 import tracemalloc
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -119,15 +120,22 @@ def test_reading_damaged_copies_is_measured_in_processes(whole: Path, tmp_path: 
         ({}, None),
         ({"failure": "it hangs"}, "it hangs"),
         ({"refusal": None}, "it was read to its end"),
-        ({"python_bytes": 201}, "Python took 201 bytes"),
-        ({"resident_bytes": 3 << 20}, "the process grew by 3145728 bytes"),
+        ({"python_bytes": 2_000_001}, "Python took 2000001 bytes"),
+        ({"resident_bytes": 2_000_001}, "the process grew by 2000001 bytes"),
     ],
 )
 def test_what_a_copy_may_not(changes: dict[str, Any], fault: str | None) -> None:
     given: dict[str, Any] = {
-        "name": "x", "refusal": "no", "seconds": 0.1, "python_bytes": 200, "resident_bytes": 2 << 20
+        "name": "x", "refusal": "no", "seconds": 0.1,
+        "python_bytes": 2_000_000, "resident_bytes": 2_000_000,
     }  # fmt: skip
-    assert damage.Taken(**(given | changes)).fault(100) == fault
+    assert damage.Taken(**(given | changes)).fault(1_000_000) == fault
+
+
+def test_a_small_file_may_take_what_a_frame_does() -> None:
+    taken = damage.Taken(name="x", refusal="no", seconds=0.1, python_bytes=2 * damage.MIN_BYTES)
+    assert taken.fault(100) is None
+    assert replace(taken, python_bytes=2 * damage.MIN_BYTES + 1).fault(100) is not None
 
 
 @pytest.mark.parametrize("tenths", range(1, 10))
