@@ -146,6 +146,7 @@ def _templates() -> Environment:
         "number": figures.number_text,
         "ratio": figures.ratio_text,
         "budget": figures.budget_text,
+        "time": lambda value: figures.MISSING if value is None else figures.time_text(value),
     }
     return templates
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from mrv2_diff import record as records_file
-from mrv2_diff.record import Cost, HeldBy, PhasePeak, Record
+from mrv2_diff.record import Cost, HeldBy, PhasePeak, Quartiles, Record
 from mrv2_diff.report import figures, parity_line, plots, render, render_committed
 from mrv2_diff.report.markdown import escape
 from mrv2_diff.report.page import page
@@ -256,15 +256,20 @@ def test_budgets_are_told_with_their_intervals(
     peak = PhasePeak(peak_bytes=3072, held_by=(HeldBy(op="aten::zeros in f", bytes=2048),))
     memory = {name: dataclasses.replace(item, phases={"sample": peak})
               for name, item in plain.memory.items()}  # fmt: skip
-    render([dataclasses.replace(plain, memory=memory), make_record(id="b")], tmp_path)
+    times = Quartiles(q1=1.0, median=2.0, q3=3.0, count=4, p90=5.0, p99=6.0)
+    latency = {name: dataclasses.replace(item, total_us=times, device_us=times)
+               for name, item in plain.latency.items()}  # fmt: skip
+    whole = dataclasses.replace(plain, memory=memory, latency=latency)
+    render([whole, make_record(id="b")], tmp_path)
     text = _structure((tmp_path / "index.html").read_text()).text
-    for told in ("0.830 to 0.870", "2.0 KiB aten::zeros in f", "open", "over",
+    for told in (figures.time_text(5.0), figures.time_text(6.0),
+                 "0.830 to 0.870", "2.0 KiB aten::zeros in f", "open", "over",
                  "budgets: memory 0 within, 1 over; host time 0 within, 1 open"):  # fmt: skip
         assert told in text
     parity = (tmp_path / "PARITY.md").read_text()
-    times = figures.ratio_text(1.25)[-1]
-    assert f"| 1.25{times} over | 0.85{times} open |" in parity
-    assert f"| 0.50{times} | 0.65{times} |" in parity  # without budgets: as in former records
+    sign = figures.ratio_text(1.25)[-1]
+    assert f"| 1.25{sign} over | 0.85{sign} open |" in parity
+    assert f"| 0.50{sign} | 0.65{sign} |" in parity  # without budgets: as in former records
     assert "Over budget:\n\n- sampling-greedy: memory: 1.250 times V1's\n" in parity
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert [cost["verdict"] for cost in summary["cases"][0]["costs"]] == [
