@@ -141,6 +141,21 @@ def test_memory_of_the_start_is_named(
     assert (cost.phase, cost.op) == ("kv", "aten::zeros in test_costs.py: initialize_and_more")
 
 
+def test_a_start_that_fails_is_told_and_the_steps_are_judged(
+    started: LockstepEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from mrv2_compat.vllm_v1.runner import VllmRunner
+
+    def no_room(runner: Any, *arguments: Any, **named: Any) -> None:
+        raise torch.OutOfMemoryError("no room")
+
+    monkeypatch.setattr(VllmRunner, "profile_run", no_room)
+    cost, outcome = _memory(MemoryPasses(started, "mrv2"))
+    assert cost.verdict is Verdict.MATCH
+    assert "the start was not measured (OutOfMemoryError: no room)" in cost.summary
+    assert set(outcome.memory["mrv2"].phases) == {"execute", "sample"}
+
+
 def test_a_sleep_is_over_and_its_phase_is_named(started: LockstepEngine, plant: Plant) -> None:
     """Ten times what a step of either runner takes on a core of its own."""
     plant(lambda: time.sleep(0.03))

@@ -4,10 +4,8 @@ Nothing is observed in them, since what is needed to observe a value spoils what
 """
 
 import gc
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
-
-import torch
 
 from mrv2_diff import instruments
 from mrv2_diff.allocations import AllocationWatch
@@ -97,6 +95,8 @@ class MemoryPasses:
     candidate: str
     _starts: dict[bool, Peaks] = field(default_factory=dict)
     """With and without stacks."""
+    _no_start: str | None = None
+    """Why there are no peaks of it."""
 
     def measure(self, case: Case, outcome: Outcome) -> None:
         """Set peaks in windows of steps beside each other, with those of the start.
@@ -137,30 +137,31 @@ class MemoryPasses:
             held = instruments.held_bytes(subjects[side].runner, subjects[side].kv_tensors())
             outcome.memory[name] = meter.memory(side, held, start.get(side))
         theirs, ours = (outcome.memory[named[side]] for side in ("reference", "candidate"))
-        return judge_memory(theirs, ours, case.budget)
+        cost = judge_memory(theirs, ours, case.budget)
+        if self._no_start is not None:
+            cost = replace(cost, summary=f"{cost.summary}; {self._no_start}")
+        return cost
 
     def _start_peaks(self, stacks: bool) -> Peaks:
         if stacks not in self._starts:
-            self._starts[stacks] = measure_start(self.engine, self.candidate, stacks=stacks)
+            try:
+                self._starts[stacks] = measure_start(self.engine, self.candidate, stacks=stacks)
+            except Exception as error:  # noqa: BLE001 - both have started: they may lack the room
+                self._starts[stacks] = {}
+                kind = type(error).__name__
+                self._no_start = f"the start was not measured ({kind}: {str(error)[:200]})"
         return self._starts[stacks]
 
 
 def measure_start(engine: LockstepEngine, candidate: str, *, stacks: bool) -> Peaks:
     """Return the peaks of each phase of starting: of two runners that are started for it alone.
 
-    Where there is no room for them beside those that run, or the reference does not profile, there
-    are none. What the candidate raises is raised.
+    Whatever they raise, such as that there is no room for them beside those that run, is raised.
     """
     watch = AllocationWatch(engine.worker.device, stacks)
     engine.worker.end()
-    try:
-        _start(engine, watch, "reference", "v1")
-    except Exception:  # noqa: BLE001 - whatever it is, there is nothing to set beside
-        return {}
-    try:
-        _start(engine, watch, "candidate", candidate)
-    except torch.OutOfMemoryError:
-        return {}
+    _start(engine, watch, "reference", "v1")
+    _start(engine, watch, "candidate", candidate)
     found: Peaks = {}
     for (side, phase), peak in watch.peaks.items():
         found.setdefault(side, {})[phase] = peak
