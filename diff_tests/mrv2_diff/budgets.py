@@ -159,7 +159,9 @@ def _ratio(candidate: int, reference: int) -> float:
     return math.inf if candidate else 1.0
 
 
-def judge_time(quantity: str, times: StepTimes, kind: str, budget: Budget) -> Cost:
+def judge_time(
+    quantity: str, times: StepTimes, kind: str, budget: Budget, *, by_turns: bool = True
+) -> Cost:
     """Return the verdict on a time: none where the interval of its ratio holds the budget.
 
     Args:
@@ -167,6 +169,7 @@ def judge_time(quantity: str, times: StepTimes, kind: str, budget: Budget) -> Co
         times: Of steps.
         kind: Of times.
         budget: Of the case.
+        by_turns: Whether the runners took turns in going first; there is no verdict without.
     """
     rounds = times.rounds(kind)
     ratio = median(rounds) if rounds else None
@@ -176,6 +179,8 @@ def judge_time(quantity: str, times: StepTimes, kind: str, budget: Budget) -> Co
     verdict, why = Verdict.INCONCLUSIVE, "the interval holds the budget"
     if low is None or high is None:
         why = f"{len(rounds)} rounds of {2 * ROUND_PAIRS} steps, and {MIN_ROUNDS} say something"
+    elif not by_turns:
+        why = "one runner went first in every step"
     elif high <= budget.latency:
         verdict, why = Verdict.MATCH, ""
     elif low > budget.latency:

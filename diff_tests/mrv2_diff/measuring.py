@@ -11,7 +11,7 @@ from mrv2_diff import instruments
 from mrv2_diff.allocations import AllocationWatch
 from mrv2_diff.budgets import StepTimes, Times, judge_memory, judge_time
 from mrv2_diff.case import Case, Event
-from mrv2_diff.judge import Outcome
+from mrv2_diff.judge import Outcome, expectations
 from mrv2_diff.lockstep.engine import LockstepEngine
 from mrv2_diff.lockstep.worker import Pass, StepReport
 from mrv2_diff.record import Cost, PhasePeak
@@ -27,13 +27,17 @@ _MEASURED_WINDOWS = 6
 
 
 def measure_latency(engine: LockstepEngine, case: Case, candidate: str, outcome: Outcome) -> None:
-    """Time steps of both runners by turns, over as many passes as a verdict needs."""
+    """Time steps of both runners by turns, over as many passes as a verdict needs.
+
+    With a grammar, whose mask comes with a step's second half, the reference goes first throughout.
+    """
     times, named = StepTimes(), sides(candidate)
     on_cuda = engine.worker.device.type == "cuda"
     events = case.workload()
+    by_turns = not expectations(events).structured
     while True:
         meter = instruments.DeviceMeter(instruments.CudaTimer()) if on_cuda else None
-        times.passes.append(_timed_pass(engine, events, candidate, meter))
+        times.passes.append(_timed_pass(engine, events, candidate, meter, by_turns=by_turns))
         if engine.worker.crash is not None:
             return
         done = len(times.rounds("host"))
@@ -49,9 +53,10 @@ def measure_latency(engine: LockstepEngine, case: Case, candidate: str, outcome:
             [by["host"][place][1] for by in rows],
             device_seconds,
         )
-    outcome.costs.append(judge_time("host time", times, "host", case.budget))
-    if on_cuda:
-        outcome.costs.append(judge_time("device time", times, "device", case.budget))
+    for kind in ("host", "device") if on_cuda else ("host",):
+        outcome.costs.append(
+            judge_time(f"{kind} time", times, kind, case.budget, by_turns=by_turns)
+        )
 
 
 def _timed_pass(
@@ -59,6 +64,8 @@ def _timed_pass(
     events: tuple[Event, ...],
     candidate: str,
     meter: instruments.DeviceMeter | None,
+    *,
+    by_turns: bool,
 ) -> Times:
     """Return what both runners took for each step that both ran in two parts."""
     found: Times = {}
@@ -72,7 +79,7 @@ def _timed_pass(
         candidate=candidate,
         forced=False,
         observe=False,
-        alternate=True,
+        alternate=by_turns,
         wrap=meter,
         listener=listen,
     )

@@ -152,6 +152,13 @@ def test_few_steps_are_no_verdict() -> None:
     assert f"{MIN_ROUNDS - 1} rounds of 8 steps, and 6 say something" in cost.summary
 
 
+@pytest.mark.parametrize("ratio", [0.5, 3.0])
+def test_without_turns_there_is_no_verdict(ratio: float) -> None:
+    cost = judge_time("host time", _times(ratio, 0.02), "host", BUDGET, by_turns=False)
+    assert cost.verdict is Verdict.INCONCLUSIVE
+    assert "one runner went first in every step" in cost.summary
+
+
 def test_no_steps_are_no_verdict() -> None:
     cost = _judged(StepTimes([{}]))
     assert (cost.verdict, cost.ratio, cost.samples) == (Verdict.INCONCLUSIVE, None, 0)
