@@ -28,7 +28,7 @@ HELD = "kept between steps"
 ROUND_PAIRS = 4
 """Pairs of steps in a round. The runners take turns in going first, so that a pair has each order
 once, and a drift of the machine is the same for both."""
-MIN_ROUNDS = 6
+MIN_ROUNDS = 10
 """A bootstrap of fewer knows too little of their spread."""
 _RESAMPLES = 2000
 _CONFIDENCE = 0.95

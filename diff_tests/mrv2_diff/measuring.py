@@ -19,9 +19,9 @@ from mrv2_diff.verdict import Verdict
 
 _WARMUP_STEPS = 3
 """Steps of a latency pass that do not count."""
-_ROUNDS = 12
+_ROUNDS = 16
 """Rounds of steps after which a latency pass is not repeated."""
-_MAX_LATENCY_PASSES = 6
+_MAX_LATENCY_PASSES = 12
 _MEASURED_WINDOWS = 6
 """Most windows of steps in a memory pass that carry instruments, spread over the pass."""
 
