@@ -37,6 +37,7 @@ examples:
   mrv2-diff run --pair v1,v1                       the control: V1 against itself
   mrv2-diff run --model ./checkpoint --out ./mine  your own model
   mrv2-diff run --graphs FULL_DECODE_ONLY          with CUDA graphs, on a CUDA device
+  mrv2-diff run --budgets                          fail where memory or time is over its budget
   mrv2-diff run --resume                           go on after an interruption
   mrv2-diff run --case-file ./short/a.b.json       a case that shrink or a run wrote
 
@@ -44,12 +45,13 @@ A case that fails is kept as DIR/failing/ID.json, for mrv2-diff shrink.
 DIR/records.jsonl of a former run is kept as records.previous.jsonl, unless --resume is given. A
 resumed run repeats the cases whose records are of another commit or of other changes to it, or of
 another mrv2, vLLM or torch. MRV2_DIFF_TRACEBACK=1 shows what led to a message.
-The last line is `parity: N cases, N match, ...`.
+The last line is `parity: N cases, N match, ...`, the one before it says how budgets were kept:
+within, over, or open where the 95 % interval of a ratio holds its budget.
 
 exit codes:
   0    at least one case ran, and every case passed (match, near tie, known difference,
        reference wrong, reference crashed)
-  1    a case failed, or gave no record
+  1    a case failed, or gave no record; with --budgets, one is over its budget
   2    bad input: an unknown name, no model, a folder that cannot be written
   130  interrupted; the records written so far are whole""",
 )

@@ -7,6 +7,7 @@ from typing import Protocol, Self, TextIO
 from mrv2_diff.record import Record
 from mrv2_diff.report.figures import count_text
 from mrv2_diff.report.summary import verdict_text
+from mrv2_diff.verdict import Verdict
 
 
 class Progress(Protocol):
@@ -127,4 +128,7 @@ class CaseLines:
             f"{place} {verdict_text(record.verdict):<11} {record.id}: "
             f"{count_text(values)} values compared, {seconds:.1f} s"
         )
-        return line if record.verdict.passes else f"{line}: {record.summary}"
+        if not record.verdict.passes:
+            line = f"{line}: {record.summary}"
+        over = [cost.summary for cost in record.costs if cost.verdict is Verdict.OVER_BUDGET]
+        return "\n".join([line, *(f"      over budget: {summary}" for summary in over)])

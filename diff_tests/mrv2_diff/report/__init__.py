@@ -1,6 +1,6 @@
 """From records to `summary.json`, `PARITY.md` and `index.html`, with no state and no clock."""
 
 from mrv2_diff.report.render import render, render_committed
-from mrv2_diff.report.summary import parity_line
+from mrv2_diff.report.summary import budgets_line, parity_line
 
-__all__ = ["parity_line", "render", "render_committed"]
+__all__ = ["budgets_line", "parity_line", "render", "render_committed"]
