@@ -5,11 +5,15 @@ The fault is a mutant of the runner by its id, or one that a process can have: `
 """
 
 import os
+import resource
 import signal
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from unittest.mock import patch
+
+import torch
 
 from mrv2_diff.mutants import MUTANTS
 from mrv2_diff.shadow import child
@@ -29,7 +33,13 @@ def _hang() -> None:
 
 
 def _memory() -> None:
-    bytearray(1 << 62)
+    """Take memory until the kernel gives no more, which it does not 256 MiB above what is taken."""
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    limit = pages * resource.getpagesize() + (256 << 20)
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+    taken = []
+    while True:
+        taken.append(torch.ones(4 << 20))
 
 
 def _die() -> None:

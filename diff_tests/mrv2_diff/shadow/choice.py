@@ -13,11 +13,14 @@ from pathlib import Path
 from typing import Any
 
 from mrv2.errors import ConfigError
+from mrv2_compat.doors import RUNNER_VAR
 from mrv2_diff.shadow.counters import Collector
 from mrv2_diff.shadow.settings import COUNTS_VAR, check_file, read_settings
 
 WORKER = "mrv2_diff.shadow.worker.ShadowWorker"
 PLATFORMS = ("cpu", "cuda")
+NAME = "shadow"
+"""The value of MRV2_RUNNER."""
 
 
 class ShadowChoice:
@@ -57,6 +60,19 @@ def _remove_at_exit(folder: Path) -> None:
             shutil.rmtree(folder, ignore_errors=True)
 
     atexit.register(remove)
+
+
+def register() -> None:
+    """Check the settings, if the shadow is asked for, before vLLM builds anything.
+
+    vLLM calls this in every process, and lets what it raises through as it is; an error while a
+    configuration is built would reach a user inside one of pydantic.
+
+    Raises:
+        ConfigError: A setting cannot be.
+    """
+    if os.environ.get(RUNNER_VAR) == NAME:
+        check_file(read_settings(os.environ))
 
 
 choice = ShadowChoice()

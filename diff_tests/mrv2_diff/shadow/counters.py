@@ -18,6 +18,7 @@ COUNTERS = {
     "sampled_requests": "Requests that the shadow began to follow.",
     "unsupported_requests": "Requests drawn for the sample that mrv2 refuses; not followed.",
     "no_room_requests": "Requests drawn for the sample that did not fit the shadow's KV cache.",
+    "busy_requests": "Requests drawn for the sample while the shadow was behind; not followed.",
     "dropped_requests": "Requests that the shadow gave up before their end.",
     "resumed_requests": "Times that a followed request went on after a preemption.",
     "compared_tokens": "Tokens of V1 that were compared.",

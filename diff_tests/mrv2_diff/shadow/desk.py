@@ -3,6 +3,9 @@
 The thread that serves only appends to a queue. Whatever the shadow does (it raises, it hangs, it
 runs out of memory, it dies), the other thread finds out, ends the child, writes why, and V1 serves
 on. Nothing here imports vLLM.
+
+The two threads share the interpreter, so the other one wakes rarely: it gathers steps for a moment
+and sends them together.
 """
 
 import json
@@ -15,6 +18,7 @@ import struct
 import subprocess
 import sys
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
@@ -30,9 +34,13 @@ from mrv2_diff.shadow.weights import release
 
 START_LIMIT_S = 300.0
 """For the child to import vLLM, load the model and allocate."""
-MAX_WAITING = 256
-"""Steps that may wait for the shadow. With more it is behind: it gives up what it follows and goes
-on with the next requests."""
+MAX_WAITING_BYTES = 64 << 20
+"""Of steps that wait for the shadow. With more it gives up what it follows and goes on with the
+next requests; long before, it takes no further ones."""
+MAX_TOGETHER = 64
+"""Steps that are sent together."""
+GATHER_S = 0.05
+"""Time in which steps are gathered."""
 
 _logger = logging.getLogger(f"vllm.{__name__}")
 
@@ -61,9 +69,12 @@ class Desk:
         self._settings = settings
         self._counters = counters
         self._waiting: deque[Slice] = deque()
+        self._waiting_bytes = 0
+        """Of those that are complete."""
         self._changed = threading.Condition()
         self._is_busy = False
         self._is_closed = False
+        self._closing = threading.Event()
         self._slicer: Slicer | None = None
         self._open: Slice | None = None
         """The slice of the step whose second half is due."""
@@ -114,7 +125,8 @@ class Desk:
         try:
             while self._gone:
                 slicer.forget(self._gone.popleft())
-            found = slicer.cut(scheduler_output)
+            is_behind = len(self._waiting) >= self._settings.max_behind
+            found = slicer.cut(scheduler_output, is_behind=is_behind)
             if found is None:
                 return
             if found.work:
@@ -137,8 +149,11 @@ class Desk:
     def answer(self, found: Slice, output: Any) -> None:
         """Take V1's answers; from any thread."""
         try:
+            if found.is_given_up:
+                return
             found.answer(output)
             with self._changed:
+                self._waiting_bytes += found.num_bytes
                 self._changed.notify_all()
         except Exception as error:  # noqa: BLE001 - as above
             self._abandon(f"an output could not be read: {type(error).__name__}: {error}")
@@ -148,6 +163,7 @@ class Desk:
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
+        self._closing.set()
         self._slicer = None
         self._counters.set_up(False)
         self._end_child()
@@ -175,11 +191,13 @@ class Desk:
 
     def _offer(self, found: Slice) -> None:
         with self._changed:
-            if len(self._waiting) < MAX_WAITING:
+            if self._waiting_bytes < MAX_WAITING_BYTES:
                 self._waiting.append(found)
-                self._changed.notify_all()
+                if found.is_complete:
+                    self._waiting_bytes += found.num_bytes
+                    self._changed.notify_all()
                 return
-        self._give_up_all(f"it is {MAX_WAITING} steps behind")
+        self._give_up_all(f"{len(self._waiting)} steps wait, which take {MAX_WAITING_BYTES} bytes")
 
     def _give_up_all(self, reason: str) -> None:
         """Drop every followed request, and go on with the next ones."""
@@ -188,8 +206,12 @@ class Desk:
         followed = list(self._slicer.followed)
         self._slicer.forget_all()
         with self._changed:
+            for found in self._waiting:
+                found.is_given_up = True
             self._waiting.clear()
-            self._waiting.append(Slice(forget_all=True, is_complete=True))
+            everything = Slice(forget_all=True, is_complete=True)
+            self._waiting.append(everything)
+            self._waiting_bytes = everything.num_bytes
             self._changed.notify_all()
         self._open = None
         self._counters.add("dropped_requests", len(followed))
@@ -200,15 +222,20 @@ class Desk:
     def _run(self, message: Start, refusal: Callable[[Any], str | None]) -> None:
         try:
             try:
-                ready = self._exchange(message, START_LIMIT_S)
+                self._send(message)
+                ready: Ready = self._receive(Ready, START_LIMIT_S)
             finally:
                 release(message.weights)
             self._take_up(ready, refusal)
             with self._changed:
                 self._changed.notify_all()
             while (found := self._next()) is not None:
-                done: Done = self._exchange(found, self._settings.limit_s)
-                self._take(done)
+                self._send(found)
+                left = len(found)
+                while left > 0:
+                    done: Done = self._receive(Done, self._settings.limit_s)
+                    self._take(done)
+                    left -= done.num_slices
                 with self._changed:
                     self._is_busy = False
                     self._changed.notify_all()
@@ -218,29 +245,47 @@ class Desk:
         finally:
             self._reap()
 
-    def _next(self) -> Slice | None:
+    def _next(self) -> list[Slice] | None:
+        """Wait for steps that are complete and return them in order; None once closed."""
         with self._changed:
             self._changed.wait_for(
                 lambda: self._is_closed or (self._waiting and self._waiting[0].is_complete)
             )
+        self._closing.wait(GATHER_S)
+        found: list[Slice] = []
+        with self._changed:
             if self._is_closed:
                 return None
             self._is_busy = True
-            return self._waiting.popleft()
+            while self._waiting and self._waiting[0].is_complete and len(found) < MAX_TOGETHER:
+                found.append(self._waiting.popleft())
+                self._waiting_bytes -= found[-1].num_bytes
+        return found
 
-    def _exchange(self, message: object, limit_s: float) -> Any:
-        """Send a message and return the answer.
+    def _send(self, message: Start | list[Slice]) -> None:
+        """Send a message.
 
         Raises:
-            ShadowFault: There is none in time, or it is that the child failed.
+            ShadowFault: The child does not read it, or is no more.
         """
         try:
             self._connection.send_bytes(pickle.dumps(message))
-            if not self._connection.poll(limit_s):
-                raise ShadowFault(f"hung: no answer within {limit_s:g} s")
-            received = self._connection.recv_bytes()
         except BlockingIOError:
-            raise ShadowFault(f"hung: it took no step within {limit_s:g} s") from None
+            raise ShadowFault(
+                f"hung: it took no step within {self._settings.limit_s:g} s"
+            ) from None
+        except OSError:
+            raise ShadowFault(f"died: {self._how_it_ended()}") from None
+
+    def _receive(self, kind: type, limit_s: float) -> Any:
+        """Return the next answer.
+
+        Raises:
+            ShadowFault: There is none in time, it is another than `kind`, or the child failed.
+        """
+        try:
+            self._wait_for_answer(limit_s)
+            received = self._connection.recv_bytes()
         except (EOFError, OSError):
             raise ShadowFault(f"died: {self._how_it_ended()}") from None
         try:
@@ -249,7 +294,21 @@ class Desk:
             raise ShadowFault(f"failed: its answer is no message ({error})") from None
         if isinstance(answer, Failed):
             raise ShadowFault(f"failed: {answer.error}")
+        if not isinstance(answer, kind):
+            raise ShadowFault(f"failed: its answer is a {type(answer).__name__}")
         return answer
+
+    def _wait_for_answer(self, limit_s: float) -> None:
+        """Wait as long as the child may take, leaving out what it waits for a core.
+
+        Raises:
+            ShadowFault: The time is over.
+        """
+        began = time.monotonic() - starved_s(self._child.pid)
+        while (left := limit_s - (time.monotonic() - starved_s(self._child.pid) - began)) > 0:
+            if self._connection.poll(left):
+                return
+        raise ShadowFault(f"hung: no answer within {limit_s:g} s")
 
     def _how_it_ended(self) -> str:
         try:
@@ -287,7 +346,10 @@ class Desk:
         _logger.error("shadow: abandoned, V1 serves on: %s", reason)
         self._write({"kind": "abandoned", "reason": reason})
         self._end_child()
+        self._closing.set()
         with self._changed:
+            for found in self._waiting:
+                found.is_given_up = True
             self._waiting.clear()
             self._is_busy = False
             self._is_closed = True
@@ -313,9 +375,20 @@ class Desk:
             _logger.error("shadow: %s cannot be written: %s", self._settings.file, error)
 
 
-def child_command(module: str) -> list[str]:
+def child_command(module: str, priority: str) -> list[str]:
     """Return the command that starts a child."""
-    return [sys.executable, "-m", module]
+    return [sys.executable, "-m", module, priority]
+
+
+def starved_s(pid: int) -> float:
+    """Return for how long a process was ready to run but had no core, in seconds.
+
+    It is 0 where the kernel does not say.
+    """
+    try:
+        return int(Path(f"/proc/{pid}/schedstat").read_text().split()[1]) / 1e9
+    except (OSError, IndexError, ValueError):
+        return 0.0
 
 
 def _append(path: Path, line: bytes) -> None:

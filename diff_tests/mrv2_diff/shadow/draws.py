@@ -96,7 +96,8 @@ def _compare_logprobs(draw: Draw, theirs: Answered, unit: float, done: Done) -> 
     ours = dict(zip(*draw.logprobs, strict=True)) if draw.logprobs is not None else {}
     raw = torch.log_softmax(draw.logits, dim=-1) if draw.returns_raw else None
     worst, where, values = 0.0, -1, (0.0, 0.0)
-    for token_id, value in zip(*theirs.logprobs, strict=True):
+    token_ids, values_of_v1 = (part.tolist() for part in theirs.logprobs)
+    for token_id, value in zip(token_ids, values_of_v1, strict=True):
         mine = ours.get(token_id)
         if mine is None and raw is not None and 0 <= token_id < len(raw):
             mine = float(raw[token_id])

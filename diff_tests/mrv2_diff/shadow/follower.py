@@ -6,6 +6,7 @@ its own. V1's tokens are committed in place of the drawn ones, so that one diffe
 finding.
 """
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -22,7 +23,7 @@ from vllm.v1.core.sched.output import (
 from mrv2.trace import Probe
 from mrv2_diff.shadow.draws import Draw, compare
 from mrv2_diff.shadow.messages import Done
-from mrv2_diff.shadow.slices import Answered, Arrived, Room, Slice, Work
+from mrv2_diff.shadow.slices import Arrived, Room, Slice, Work
 
 
 class StepRunner(Protocol):
@@ -114,13 +115,15 @@ class Follower:
         self._dtype = dtype
         self._returns_raw = returns_raw
         self._requests: dict[str, _Followed] = {}
-        self._free = list(range(room.num_blocks, 0, -1))
+        self._free = deque(range(room.num_blocks, 0, -1))
+        """The last one is given away next, so that a block which someone still reads is soon
+        written by another request."""
         self._departed: set[str] = set()
 
     @torch.inference_mode()
     def run(self, part: Slice) -> Done:
         """Run a slice and compare what V1 answered."""
-        done = Done()
+        done = Done(num_slices=1)
         gone = list(self._requests) if part.forget_all else part.finished
         for req_id in gone:
             self._drop(req_id)
@@ -191,7 +194,7 @@ class Follower:
         for row, req_id in enumerate(drawn):
             request, theirs = self._requests[req_id], part.answers[req_id]
             draw = self._draw(req_id, row, request, output)
-            compare(draw, trimmed(theirs, request.params), self._dtype, done)
+            compare(draw, theirs, self._dtype, done)
             request.token_ids.append(theirs.token_id)
 
     def _draw(self, req_id: str, row: int, request: _Followed, output: Any) -> Draw:
@@ -279,8 +282,9 @@ class Follower:
     def _restart(self, request: _Followed) -> None:
         """Let a request be computed from its first token again."""
         if request.was_announced:
-            for blocks in request.reserved:
-                blocks.insert(0, blocks.pop())  # as with V1, it is given other blocks than it had
+            for blocks in request.reserved:  # as with V1, other blocks than it had
+                self._free.append(blocks.pop())
+                blocks.insert(0, self._free.popleft())  # its own only where no other is free
         request.num_computed = 0
         request.num_given = [0] * len(request.num_given)
         request.must_resume = request.was_announced
@@ -293,16 +297,6 @@ class Follower:
             self._free += blocks
         if request.was_announced:
             self._departed.add(req_id)
-
-
-def trimmed(theirs: Answered, params: Any) -> Answered:
-    """Leave of V1's logprobs those that a request asked for; its batch may have had more."""
-    count = params.logprobs
-    if theirs.logprobs is None or count is None or params.logprob_token_ids is not None:
-        return Answered(token_id=theirs.token_id)
-    end = None if count < 0 else count + 1
-    token_ids, values = theirs.logprobs
-    return Answered(token_id=theirs.token_id, logprobs=(token_ids[:end], values[:end]))
 
 
 _GREEDY_BELOW = 1e-5

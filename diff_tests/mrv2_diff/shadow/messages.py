@@ -38,13 +38,23 @@ class Ready:
 
 @dataclass(slots=True, kw_only=True)
 class Done:
-    """The answer to a slice."""
+    """The answer to slices, in parts: of all that were sent, or of those that were run so far."""
 
+    num_slices: int = 0
+    """How many were run since the last answer."""
     compared_tokens: int = 0
     compared_logprobs: int = 0
     findings: list[dict[str, object]] = field(default_factory=list)
     dropped: dict[str, str] = field(default_factory=dict)
     """Why requests are not followed any longer."""
+
+    def add(self, other: "Done") -> None:
+        """Take in the answer to further slices."""
+        self.num_slices += other.num_slices
+        self.compared_tokens += other.compared_tokens
+        self.compared_logprobs += other.compared_logprobs
+        self.findings += other.findings
+        self.dropped |= other.dropped
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,10 +11,14 @@ SHARE_VAR = "MRV2_SHADOW_SHARE"
 KV_BYTES_VAR = "MRV2_SHADOW_KV_BYTES"
 FILE_VAR = "MRV2_SHADOW_FILE"
 LIMIT_VAR = "MRV2_SHADOW_LIMIT_S"
+BEHIND_VAR = "MRV2_SHADOW_MAX_BEHIND"
+PRIORITY_VAR = "MRV2_SHADOW_PRIORITY"
 COUNTS_VAR = "MRV2_SHADOW_COUNTS"
 """Folder of the counters, set by the process that shows them and inherited by the workers."""
 PREFIX = "MRV2_SHADOW_"
-KNOWN = (SHARE_VAR, KV_BYTES_VAR, FILE_VAR, LIMIT_VAR, COUNTS_VAR)
+KNOWN = (SHARE_VAR, KV_BYTES_VAR, FILE_VAR, LIMIT_VAR, BEHIND_VAR, PRIORITY_VAR, COUNTS_VAR)
+IDLE = "idle"
+PRIORITIES = (IDLE, "normal")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,7 +32,12 @@ class Settings:
     file: Path = Path("mrv2_shadow.jsonl")
     """Where findings are appended, one line of JSON each."""
     limit_s: float = 60.0
-    """Longest time that one step of the shadow may take before it counts as hung."""
+    """Longest time that one step of the shadow may take before it counts as hung; time in which it
+    waits for a core is left out."""
+    max_behind: int = 256
+    """Steps that may wait for the shadow before it takes no further request."""
+    priority: str = IDLE
+    """`idle`: it has the time of the cores that no other process wants. `normal`: as the server."""
 
 
 def read_settings(environ: Mapping[str, str]) -> Settings:
@@ -53,11 +62,19 @@ def read_settings(environ: Mapping[str, str]) -> Settings:
     limit_s = _number(environ, LIMIT_VAR, default.limit_s)
     if not 0 < limit_s < 1e6:
         raise ConfigError(f"{LIMIT_VAR}={limit_s:g}: must be a number of seconds above 0")
+    max_behind = _number(environ, BEHIND_VAR, float(default.max_behind))
+    if max_behind < 1 or not max_behind.is_integer():
+        raise ConfigError(f"{BEHIND_VAR}={max_behind:g}: must be a whole number of steps above 0")
+    priority = environ.get(PRIORITY_VAR, default.priority)
+    if priority not in PRIORITIES:
+        raise ConfigError(f"{PRIORITY_VAR}={priority!r}: must be one of {', '.join(PRIORITIES)}")
     return Settings(
         share=share,
         kv_bytes=int(kv_bytes),
         file=Path(environ.get(FILE_VAR) or default.file).absolute(),
         limit_s=limit_s,
+        max_behind=int(max_behind),
+        priority=priority,
     )
 
 

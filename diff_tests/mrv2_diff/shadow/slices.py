@@ -35,6 +35,9 @@ class Work:
     """Tokens that V1 had computed before."""
     end: int
     """Tokens that V1 has computed after."""
+    num_logprobs: int | None = None
+    """Values to keep of each draw, that of the drawn token among them; None keeps none, and -1 all.
+    V1's batch may have had more."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -42,8 +45,9 @@ class Answered:
     """What V1 drew for one request in a step."""
 
     token_id: int
-    logprobs: tuple[list[int], list[float]] | None = None
-    """Token ids and values, those of the drawn token first, where the request asked for some."""
+    logprobs: tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]] | None = None
+    """[num_logprobs] token ids and values, those of the drawn token first, where the request asked
+    for some."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -62,6 +66,16 @@ class Slice:
     """Drop every request first."""
     is_complete: bool = False
     """Whether V1's answers are in; steps are sent in their order."""
+    is_given_up: bool = False
+    """Whether nobody waits for the answers any more."""
+
+    @property
+    def num_bytes(self) -> int:
+        """What the slice takes in memory, roughly."""
+        values = [part for one in self.answers.values() for part in one.logprobs or ()]
+        arrays = sum(array.nbytes for array in (*values, *self.grammar.values()))
+        prompts = sum(len(arrived.prompt) for arrived in self.arrived)
+        return _BYTES_OF_WORK * (1 + len(self.work)) + arrays + 8 * prompts
 
     def answer(self, output: Any) -> None:
         """Take V1's answers from its ModelRunnerOutput."""
@@ -70,7 +84,7 @@ class Slice:
             tokens = output.sampled_token_ids[index] if index is not None else []
             if len(tokens):
                 self.answers[work.req_id] = Answered(
-                    token_id=int(tokens[0]), logprobs=_logprobs(output.logprobs, index)
+                    token_id=int(tokens[0]), logprobs=_logprobs(output.logprobs, index, work)
                 )
         self.is_complete = True
 
@@ -84,11 +98,25 @@ class Slice:
                 self.grammar[req_id] = np.array(grammar_output.grammar_bitmask[index])
 
 
-def _logprobs(lists: Any, index: int) -> tuple[list[int], list[float]] | None:
-    if lists is None:
+_BYTES_OF_WORK = 500
+"""A `Work` and its `Answered`: Python objects of about this size."""
+
+
+def _logprobs(
+    lists: Any, index: int, work: Work
+) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]] | None:
+    if lists is None or work.num_logprobs is None:
         return None
     row = lists.slice_request(index, 1)
-    return row.logprob_token_ids[0].tolist(), row.logprobs[0].tolist()
+    end = None if work.num_logprobs < 0 else work.num_logprobs
+    return row.logprob_token_ids[0][:end].copy(), row.logprobs[0][:end].copy()
+
+
+def _num_logprobs(params: Any) -> int | None:
+    """Return how many logprobs of a request's draws are compared, as in `Work`."""
+    if params.logprobs is None or params.logprob_token_ids is not None:
+        return None
+    return -1 if params.logprobs < 0 else int(params.logprobs) + 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,19 +161,25 @@ class Slicer:
         self._count = count
         self._free = room.num_blocks
         self._followed: dict[str, int] = {}
+        self._num_logprobs: dict[str, int | None] = {}
 
     @property
     def followed(self) -> Mapping[str, int]:
         """The blocks reserved for each followed request."""
         return self._followed
 
-    def cut(self, scheduler_output: Any) -> Slice | None:
-        """Return what concerns followed requests in a step; None where nothing does."""
+    def cut(self, scheduler_output: Any, *, is_behind: bool = False) -> Slice | None:
+        """Return what concerns followed requests in a step; None where nothing does.
+
+        Args:
+            scheduler_output: The step.
+            is_behind: Take no further request; what is followed is followed on.
+        """
         finished = self._finished(scheduler_output) if self._followed else []
         arrived = [
             request
             for new in scheduler_output.scheduled_new_reqs
-            if (request := self._consider(new, finished)) is not None
+            if (request := self._consider(new, finished, is_behind)) is not None
         ]
         if not self._followed and not finished:
             return None
@@ -160,12 +194,14 @@ class Slicer:
         """Let go of every request, and return how many there were."""
         num_followed = len(self._followed)
         self._followed.clear()
+        self._num_logprobs.clear()
         self._free = self._room.num_blocks
         return num_followed
 
     def forget(self, req_id: str) -> None:
         """Let go of a request."""
         self._free += self._followed.pop(req_id, 0)
+        self._num_logprobs.pop(req_id, None)
 
     def _finished(self, scheduler_output: Any) -> list[str]:
         gone = [req_id for req_id in self._followed if req_id in scheduler_output.finished_req_ids]
@@ -173,7 +209,7 @@ class Slicer:
             self.forget(req_id)
         return gone
 
-    def _consider(self, new: Any, finished: list[str]) -> Arrived | None:
+    def _consider(self, new: Any, finished: list[str], is_behind: bool) -> Arrived | None:
         if new.req_id in self._followed:  # the next turn of a session: its rows start over
             self.forget(new.req_id)
             finished.append(new.req_id)
@@ -187,12 +223,16 @@ class Slicer:
         if self._refusal(new.sampling_params) is not None:
             self._count("unsupported_requests")
             return None
+        if is_behind:
+            self._count("busy_requests")
+            return None
         needed = self._room.needed(len(new.prompt_token_ids), new.sampling_params.max_tokens)
         if sum(needed) > self._free or len(self._followed) >= self._room.max_num_reqs:
             self._count("no_room_requests")
             return None
         self._free -= sum(needed)
         self._followed[new.req_id] = sum(needed)
+        self._num_logprobs[new.req_id] = _num_logprobs(new.sampling_params)
         self._count("sampled_requests")
         return Arrived(
             req_id=new.req_id,
@@ -217,7 +257,14 @@ class Slicer:
                 if req_id in cached.resumed_req_ids:
                     found.restarted.append(req_id)
                     self._count("resumed_requests")
-            found.work.append(Work(req_id=req_id, start=start, end=start + num_tokens))
+            found.work.append(
+                Work(
+                    req_id=req_id,
+                    start=start,
+                    end=start + num_tokens,
+                    num_logprobs=self._num_logprobs[req_id],
+                )
+            )
 
 
 def is_drawn(req_id: str, share: float) -> bool:

@@ -40,14 +40,8 @@ class ShadowWorker(_Worker):
         refused = config_refusals(self.vllm_config)
         if refused:
             raise UnsupportedByRunner([str(refusal) for refusal in refused])
-        self._shadow_settings = read_settings(os.environ)
         self._shadow_config = copy.deepcopy(self.vllm_config)
-        folder = os.environ.get(COUNTS_VAR)
-        counters = Counters(Path(folder) if folder else None)
-        command = child_command(self.shadow_child)
-        self._desk = Desk(
-            self._shadow_settings, counters, command, child_environment(dict(os.environ))
-        )
+        self._desk = self._open_desk()
         super().init_device()
 
     def determine_available_memory(self) -> int:
@@ -105,6 +99,17 @@ class ShadowWorker(_Worker):
             self._desk.close()
         super().shutdown()
 
+    def _open_desk(self) -> Desk:
+        """Start the other process."""
+        self._shadow_settings = read_settings(os.environ)
+        folder = os.environ.get(COUNTS_VAR)
+        return Desk(
+            self._shadow_settings,
+            Counters(Path(folder) if folder else None),
+            child_command(self.shadow_child, self._shadow_settings.priority),
+            child_environment(dict(os.environ)),
+        )
+
     def _start_message(self) -> Start:
         config = self._shadow_config
         for name in _COPIED_FROM_CACHE_CONFIG:
@@ -156,7 +161,8 @@ def refusal(params: Any) -> str | None:
 
 def child_environment(environ: dict[str, str]) -> dict[str, str]:
     """Return the environment of the shadow's process, which has mrv2's worker alone."""
-    dropped = (PREFIX, "PROMETHEUS_MULTIPROC_DIR", "OMP_", "KMP_", "GOMP_")  # V1's cores
+    threads = ("OMP_", "KMP_", "GOMP_")  # they name V1's cores
+    dropped = (PREFIX, "MRV2_TRACE", "PROMETHEUS_MULTIPROC_DIR", *threads)
     kept = {name: value for name, value in environ.items() if not name.startswith(dropped)}
     return {
         **kept,

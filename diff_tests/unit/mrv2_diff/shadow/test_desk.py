@@ -40,10 +40,10 @@ send(Ready(
     num_shared=1, num_own=0,
 ))
 while True:
-    part = receive()
-    tokens = sum(len(answer.__slots__) > 0 for answer in part.answers.values())
-    FAULT
-    send(Done(compared_tokens=tokens, findings=FINDINGS, dropped=DROPPED))
+    for part in receive():
+        tokens = sum(len(answer.__slots__) > 0 for answer in part.answers.values())
+        FAULT
+        send(Done(num_slices=1, compared_tokens=tokens, findings=FINDINGS, dropped=DROPPED))
 """
 
 Begun = Callable[..., Desk]
@@ -66,11 +66,12 @@ def begin(file: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Begun]:
         dropped: str = "{}",
         program: str = CHILD,
         limit_s: float = 20.0,
+        max_behind: int = 256,
     ) -> Desk:
         for name, text in {"FAULT": fault, "FINDINGS": findings, "DROPPED": dropped}.items():
             program = program.replace(name, text)
         desk = Desk(
-            Settings(share=1.0, file=file, limit_s=limit_s),
+            Settings(share=1.0, file=file, limit_s=limit_s, max_behind=max_behind),
             Counters(None),
             [sys.executable, "-c", program],
             {**os.environ, "PYTHONPATH": path},
@@ -104,7 +105,7 @@ def serve(desk: Desk, req_id: str = "a", num_steps: int = 4, begin_at: int = 0) 
         new = SimpleNamespace(
             req_id=req_id,
             prompt_token_ids=[1, 2, 3],
-            sampling_params=SimpleNamespace(max_tokens=20),
+            sampling_params=SimpleNamespace(max_tokens=20, logprobs=None, logprob_token_ids=None),
             num_computed_tokens=0,
         )
         desk.begin(
@@ -177,6 +178,7 @@ def test_findings_are_written_and_counted(begin: Begun, file: Path) -> None:
         ("time.sleep(600)", "hung: no answer within 1 s"),
         ("os.kill(os.getpid(), signal.SIGSTOP)", "hung: no answer within 1 s"),
         ("pipe.send_bytes(b'nonsense')", "its answer is no message"),
+        ("send('done')", "its answer is a str"),
     ],
 )
 def test_a_fault_is_contained(begin: Begun, file: Path, fault: str, reason: str) -> None:
@@ -217,18 +219,68 @@ def test_nothing_is_followed_before_the_shadow_is_ready(begin: Begun) -> None:
 def test_a_shadow_that_falls_behind_gives_up_what_it_follows(
     begin: Begun, file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(desks, "MAX_WAITING", 5)
+    monkeypatch.setattr(desks, "MAX_WAITING_BYTES", 5000)
     desk = begin(fault="time.sleep(0.3) if not part.forget_all else None")
     desk.wait_until_idle(30)
     serve(desk, num_steps=12)
     assert desk.wait_until_idle(30)
     behind = [line for line in lines(file) if line["kind"] == "behind"]
     assert [line["requests"] for line in behind] == [["a"]]
+    assert "5000 bytes" in behind[0]["reason"]
     assert desk.fault is None
+    assert desk._waiting_bytes == 0
     serve(desk, req_id="b", num_steps=2)
     assert desk.wait_until_idle(30)
     assert desk.report()["sampled_requests"] == 2
     assert desk.report()["dropped_requests"] == 1
+
+
+def test_a_shadow_that_falls_behind_takes_no_further_request(begin: Begun) -> None:
+    desk = begin(fault="time.sleep(0.2)", max_behind=3)
+    desk.wait_until_idle(30)
+    serve(desk, num_steps=8)
+    serve(desk, req_id="b", num_steps=1)
+    assert desk.wait_until_idle(30)
+    report = desk.report()
+    assert (report["sampled_requests"], report["busy_requests"]) == (1, 1)
+    assert (report["compared_tokens"], report["dropped_requests"]) == (8, 0)
+
+
+def test_a_shadow_that_has_no_core_is_not_hung(
+    begin: Begun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Here the kernel says that nine tenths of the time were spent waiting for one."""
+    began = time.monotonic()
+    monkeypatch.setattr(desks, "starved_s", lambda pid: (time.monotonic() - began) * 0.9)
+    desk = begin(fault="time.sleep(1.0)", limit_s=0.4)
+    assert desk.wait_until_idle(30)
+    serve(desk, num_steps=1)
+    assert desk.wait_until_idle(30)
+    assert desk.fault is None
+    assert desk.report()["compared_tokens"] == 1
+
+
+def test_the_kernel_says_how_long_a_process_waited_for_a_core() -> None:
+    assert 0.0 <= desks.starved_s(os.getpid()) < 1e6
+    assert desks.starved_s(-1) == 0.0
+
+
+def test_steps_are_sent_together(begin: Begun, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(desks, "GATHER_S", 0.5)
+    sent: list[object] = []
+    send = Desk._send
+
+    def noted(self: Desk, message: Any) -> None:
+        sent.append(message)
+        send(self, message)
+
+    monkeypatch.setattr(Desk, "_send", noted)
+    desk = begin()
+    desk.wait_until_idle(30)
+    serve(desk, num_steps=20)
+    assert desk.wait_until_idle(30)
+    assert desk.report()["compared_tokens"] == 20
+    assert len(sent) == 2, "the start and one more"
 
 
 def test_what_the_child_drops_is_not_followed_any_longer(begin: Begun, file: Path) -> None:

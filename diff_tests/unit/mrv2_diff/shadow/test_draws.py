@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -29,9 +31,10 @@ def draw(**changes: object) -> Draw:
     return replace(made, **changes)  # type: ignore[arg-type]
 
 
-def compared(made: Draw, token_id: int, logprobs: object = None) -> Done:
+def compared(made: Draw, token_id: int, logprobs: Any = None) -> Done:
     done = Done()
-    theirs = Answered(token_id=token_id, logprobs=logprobs)  # type: ignore[arg-type]
+    arrays = None if logprobs is None else tuple(np.array(part) for part in logprobs)
+    theirs = Answered(token_id=token_id, logprobs=arrays)  # type: ignore[arg-type]
     compare(made, theirs, torch.float32, done)
     return done
 

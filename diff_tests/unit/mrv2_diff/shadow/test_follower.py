@@ -14,7 +14,7 @@ from mrv2_diff import process
 process.prepare()
 
 # E402: vLLM reads the environment when it is imported.
-from mrv2_diff.shadow.follower import DrawTrace, Follower, trimmed  # noqa: E402
+from mrv2_diff.shadow.follower import DrawTrace, Follower  # noqa: E402
 from mrv2_diff.shadow.messages import Done  # noqa: E402
 from mrv2_diff.shadow.slices import Answered, Arrived, Room, Slice, Work  # noqa: E402
 
@@ -122,7 +122,7 @@ def test_v1s_tokens_are_committed_and_one_difference_is_one_finding(
     second = follower.run(part(("a", 6, 7, 1)))
     assert [finding["v1_token"] for finding in first.findings] == [9]
     assert first.findings[0]["position"] == 6
-    assert second == Done(compared_tokens=1)
+    assert second == Done(num_slices=1, compared_tokens=1)
     assert runner.forced == [[9], [1]]
     assert runner.run == [{"a": 6}, {"a": 1}]
 
@@ -139,7 +139,7 @@ def test_a_prefix_hit_is_computed_before_in_steps_that_fit(
 ) -> None:
     follower.run(part(("b", 0, 3, 1), arrived=[arrived("b", 3)]))
     done = follower.run(part(("b", 3, 4, 1), ("a", 12, 15, 1), arrived=[arrived("a", 15)]))
-    assert done == Done(compared_tokens=2)
+    assert done == Done(num_slices=1, compared_tokens=2)
     assert runner.run == [{"b": 3}, {"a": 8}, {"a": 4}, {"b": 1, "a": 3}]
     assert runner.forced == [[1], None, None, [1, 1]]
 
@@ -150,7 +150,7 @@ def test_a_preempted_request_is_computed_again_in_other_blocks(
     follower.run(part(("a", 0, 6, 7), arrived=[arrived("a", 6)]))
     before = list(runner.blocks["a"])
     done = follower.run(part(("a", 4, 7, 1), restarted=["a"]))
-    assert done == Done(compared_tokens=1)
+    assert done == Done(num_slices=1, compared_tokens=1)
     assert runner.run == [{"a": 6}, {"a": 4}, {"a": 3}]
     resumed = runner.steps[1].scheduled_cached_reqs
     assert resumed.resumed_req_ids == {"a"}
@@ -158,8 +158,32 @@ def test_a_preempted_request_is_computed_again_in_other_blocks(
     after = runner.blocks["a"]
     assert len(before) == len(after) == 2
     assert after[0] not in before
-    assert after[1] == before[0], "a runner that kept its old block would read another's"
+    assert after[1] == before[0], "a runner that kept its old block would write it twice"
     assert runner.steps[2].scheduled_cached_reqs.resumed_req_ids == set()
+
+
+def test_the_block_that_a_resumed_request_had_is_the_next_ones(
+    follower: Follower, runner: FakeRunner
+) -> None:
+    """A request of one block: only another one can write into what it should not read."""
+    follower.run(part(("a", 0, 2, 1), arrived=[arrived("a", 2, num_blocks=1)]))
+    before = list(runner.blocks["a"])
+    follower.run(part(("a", 0, 3, 1), restarted=["a"]))
+    follower.run(part(("b", 0, 2, 1), arrived=[arrived("b", 2, num_blocks=1)]))
+    assert runner.blocks["b"] == before
+    assert runner.blocks["a"] != before
+
+
+def test_a_resumed_request_that_has_all_blocks_has_them_in_another_order(
+    follower: Follower, runner: FakeRunner
+) -> None:
+    follower.run(part(("a", 0, 10, 1), arrived=[arrived("a", 10, num_blocks=12)]))
+    before = list(runner.blocks["a"])
+    follower.run(part(("a", 0, 11, 1), restarted=["a"]))
+    after = runner.blocks["a"]
+    assert len(set(after)) == 3
+    assert after[0] not in before
+    assert after[1:] == before[:2]
 
 
 def test_a_token_that_v1_draws_again_replaces_the_first(
@@ -167,7 +191,7 @@ def test_a_token_that_v1_draws_again_replaces_the_first(
 ) -> None:
     follower.run(part(("a", 0, 6, 7), arrived=[arrived("a", 6)]))
     done = follower.run(part(("a", 0, 6, 1), restarted=["a"]))
-    assert done == Done(compared_tokens=1)
+    assert done == Done(num_slices=1, compared_tokens=1)
     assert runner.steps[1].scheduled_cached_reqs.all_token_ids["a"] == [0, 1, 2, 3, 4, 5]
 
 
@@ -175,7 +199,7 @@ def test_a_request_that_is_out_of_step_is_dropped(follower: Follower, runner: Fa
     follower.run(part(("a", 0, 6, 7), arrived=[arrived("a", 6)]))
     done = follower.run(part(("a", 9, 10, 1)))
     assert "V1 ran it to 10 of 7 tokens with an answer" in done.dropped["a"]
-    assert follower.run(part(("a", 10, 11, 1))) == Done()
+    assert follower.run(part(("a", 10, 11, 1))) == Done(num_slices=1)
     assert runner.steps[-1].finished_req_ids == {"a"}
 
 
@@ -200,12 +224,3 @@ def test_grammars_go_with_the_step_that_draws(follower: Follower, runner: FakeRu
     assert catching_up is None
     assert drawing.structured_output_request_ids == ["a"]
     assert drawing.grammar_bitmask.tolist() == [[3, 4]]
-
-
-@pytest.mark.parametrize(("count", "kept"), [(None, None), (1, 2), (-1, 3), (0, 1)])
-def test_only_logprobs_that_were_asked_for_are_compared(
-    count: int | None, kept: int | None
-) -> None:
-    theirs = Answered(token_id=4, logprobs=([4, 5, 6], [-1.0, -2.0, -3.0]))
-    left = trimmed(theirs, SimpleNamespace(logprobs=count, logprob_token_ids=None)).logprobs
-    assert (None if left is None else len(left[0])) == kept

@@ -12,7 +12,7 @@ import pytest
 from mrv2.errors import ConfigError
 from mrv2_compat import selection as sel
 from mrv2_compat.doors import RUNNER_VAR
-from mrv2_diff.shadow.choice import ShadowChoice
+from mrv2_diff.shadow.choice import ShadowChoice, register
 from mrv2_diff.shadow.counters import COUNTERS, Collector, Counters, read_all
 from mrv2_diff.shadow.settings import Settings, check_file, read_settings
 
@@ -31,9 +31,18 @@ def test_every_value_is_read() -> None:
             "MRV2_SHADOW_KV_BYTES": "1e6",
             "MRV2_SHADOW_FILE": "/tmp/x",
             "MRV2_SHADOW_LIMIT_S": "2.5",
+            "MRV2_SHADOW_MAX_BEHIND": "7",
+            "MRV2_SHADOW_PRIORITY": "normal",
         }
     )
-    assert settings == Settings(share=0.2, kv_bytes=1_000_000, file=Path("/tmp/x"), limit_s=2.5)
+    assert settings == Settings(
+        share=0.2,
+        kv_bytes=1_000_000,
+        file=Path("/tmp/x"),
+        limit_s=2.5,
+        max_behind=7,
+        priority="normal",
+    )
 
 
 @pytest.mark.parametrize(
@@ -46,6 +55,9 @@ def test_every_value_is_read() -> None:
         ("MRV2_SHADOW_KV_BYTES", "2.5", "whole number"),
         ("MRV2_SHADOW_KV_BYTES", "inf", "whole number"),
         ("MRV2_SHADOW_LIMIT_S", "0", "above 0"),
+        ("MRV2_SHADOW_MAX_BEHIND", "0", "above 0"),
+        ("MRV2_SHADOW_MAX_BEHIND", "many", "is no number"),
+        ("MRV2_SHADOW_PRIORITY", "high", "must be one of idle, normal"),
         ("MRV2_SHADOW_SHARES", "1", "no such setting"),
     ],
 )
@@ -74,6 +86,17 @@ def test_shadow_is_a_value_where_the_harness_is_installed_and_an_error_where_not
     assert isinstance(selection.load_choice(), ShadowChoice)
     with pytest.raises(ConfigError, match="'shadow' is not a runner; the values are: v1, mrv2"):
         sel.read_selection({RUNNER_VAR: "shadow"}, {})
+
+
+def test_a_wrong_setting_is_refused_before_vllm_builds_anything(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("MRV2_SHADOW_SHARE", "20")
+    monkeypatch.setenv(RUNNER_VAR, "v1")
+    register()
+    monkeypatch.setenv(RUNNER_VAR, "shadow")
+    with pytest.raises(ConfigError, match="MRV2_SHADOW_SHARE=20"):
+        register()
 
 
 def test_another_platform_is_refused() -> None:

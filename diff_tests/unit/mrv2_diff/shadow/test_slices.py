@@ -15,7 +15,11 @@ ROOM = Room(num_blocks=6, block_sizes=(32,), max_num_reqs=2, max_model_len=256)
 
 
 def params(max_tokens: int | None = 8, **further: Any) -> Any:
-    return SimpleNamespace(max_tokens=max_tokens, refused=False, **further)
+    return SimpleNamespace(
+        **{"logprobs": None, "logprob_token_ids": None, **further},
+        max_tokens=max_tokens,
+        refused=False,
+    )
 
 
 def new(req_id: str, prompt_len: int = 20, num_computed: int = 0, **further: Any) -> Any:
@@ -156,6 +160,17 @@ def test_what_mrv2_refuses_is_not_followed(counts: Counter[str]) -> None:
     assert counts == {"unsupported_requests": 2}
 
 
+def test_a_shadow_that_is_behind_takes_none_but_follows_on(counts: Counter[str]) -> None:
+    cutter = slicer(counts)
+    cutter.cut(step([new("a")]))
+    cut = cutter.cut(step([new("b")], go_on={"a": 20}), is_behind=True)
+    assert cut is not None
+    assert (cut.arrived, cut.work) == ([], [Work(req_id="a", start=20, end=21)])
+    assert counts == {"sampled_requests": 1, "busy_requests": 1}
+    cutter.cut(step([new("c")]))
+    assert set(cutter.followed) == {"a", "c"}
+
+
 def test_the_next_turn_of_a_session_is_given_up(counts: Counter[str]) -> None:
     cutter = slicer(counts)
     cutter.cut(step([new("a")]))
@@ -187,16 +202,31 @@ def test_grammars_of_followed_requests_are_kept(counts: Counter[str]) -> None:
     assert cut.grammar["a"].tolist() == [2, 3]
 
 
-def test_logprobs_are_those_of_the_request(counts: Counter[str]) -> None:
+@pytest.mark.parametrize(
+    ("asked", "named", "kept"),
+    [(None, None, None), (1, None, 2), (-1, None, 3), (0, None, 1), (1, [4], None)],
+)
+def test_logprobs_are_those_that_the_request_asked_for(
+    counts: Counter[str], asked: int | None, named: list[int] | None, kept: int | None
+) -> None:
     class Lists:
         def slice_request(self, index: int, count: int) -> Any:
             assert count == 1
-            rows = np.array([[index * 10, 5]])
+            rows = np.array([[index * 10, 5, 6]])
             return SimpleNamespace(logprob_token_ids=rows, logprobs=-rows / 4)
 
-    cut = slicer(counts).cut(step([new("a")], go_on={"x": 3}))
+    cut = slicer(counts).cut(
+        step([new("a", logprobs=asked, logprob_token_ids=named)], go_on={"x": 3})
+    )
     assert cut is not None
     answered = output({"x": [1], "a": [2]})
     answered.logprobs = Lists()
     cut.answer(answered)
-    assert cut.answers["a"].logprobs == ([10, 5], [-2.5, -1.25])
+    found = cut.answers["a"].logprobs
+    if kept is None:
+        assert found is None
+        return
+    assert found is not None
+    assert found[0].tolist() == [10, 5, 6][:kept]
+    assert found[1].tolist() == [-2.5, -1.25, -1.5][:kept]
+    assert found[0].base is None, "the batch's own lists would be kept"
