@@ -73,6 +73,8 @@ class Arm:
     token_ids: list[list[list[int]]] = field(default_factory=list)
     """By load and by request."""
     loads: list[Load] = field(default_factory=list)
+    compared_late: int = 0
+    """Tokens that the shadow compared when a load was over."""
 
     def call(self, method: str, *args: object, timeout_s: float = 60.0) -> Any:
         """Call a method of the worker and return its answer."""
@@ -226,7 +228,8 @@ def measure(arms: list[Arm], bodies: Sequence[Body], deadline: float) -> int:
 def _settle(arm: Arm) -> None:
     """Let a shadow end what it has of a load, which would be another server's cost."""
     if ARMS[arm.name] is not None:
-        arm.report(60)
+        at_end = arm.report(0)["compared_tokens"]
+        arm.compared_late += arm.report(60)["compared_tokens"] - at_end
 
 
 def failures(arms: list[Arm], worse: dict[str, dict[str, Worse]], reports: Any) -> list[str]:
@@ -266,7 +269,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         bodies = repeatable(arms[0], NUM_REQUESTS)
         for arm in arms:
             load(arm, bodies)  # warm
+            _settle(arm)
             arm.loads.clear()
+            arm.compared_late = 0
         num_rounds = measure(arms, bodies, deadline)
         reports = {arm.name: arm.report(60) for arm in arms if ARMS[arm.name] is not None}
     worse = {arm.name: compare(arm.loads, arms[0].loads) for arm in arms[1:]}
@@ -284,6 +289,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 for name, found in worse.items()
             },
             "reports": reports,
+            "compared_late": {arm.name: arm.compared_late for arm in arms if arm.name in reports},
             "failures": reasons,
         }
         given.out.write_text(json.dumps(record, indent=1) + "\n")
@@ -308,13 +314,15 @@ def _say(
             for name, found in worse.items()
         ),
     ]
+    late = {arm.name: arm.compared_late for arm in arms}
     for name, report in reports.items():
         drawn = sum(report[f"{kind}_requests"] for kind in ("sampled", "busy", "no_room"))
         lines.append(
             f"{name}: followed {report['sampled_requests']} of {drawn} drawn requests "
             f"({report['dropped_requests']} not to the end, {report['resumed_requests']} resumes); "
-            f"{report['compared_tokens']} tokens compared, {report['mismatches']} mismatches, "
-            f"{report['near_ties']} near ties, {report['faults']} faults"
+            f"{report['compared_tokens']} tokens compared, {late[name]} of them when a load was "
+            f"over; {report['mismatches']} mismatches, {report['near_ties']} near ties, "
+            f"{report['faults']} faults"
         )
     if not any("token ids" in reason for reason in reasons):
         lines.append("token ids: the same from every server in every load")
