@@ -30,7 +30,17 @@ import httpx
 
 from mrv2_diff.device_bench.ratios import balanced_orders
 from mrv2_diff.drivers.server import Server, serving
-from mrv2_diff.drivers.shadow_cost import BOUND, FIGURES, PASS, Load, Worse, compare, figures
+from mrv2_diff.drivers.shadow_cost import (
+    BOUND,
+    FAIL,
+    FIGURES,
+    INCONCLUSIVE,
+    PASS,
+    Load,
+    Worse,
+    compare,
+    figures,
+)
 from mrv2_diff.environment import collect
 from mrv2_diff.models import ModelSpec, cached_model
 
@@ -232,8 +242,8 @@ def _settle(arm: Arm) -> None:
         arm.compared_late += arm.report(60)["compared_tokens"] - at_end
 
 
-def failures(arms: list[Arm], worse: dict[str, dict[str, Worse]], reports: Any) -> list[str]:
-    """Return why the measurement does not pass; empty if it does."""
+def faults(arms: list[Arm], reports: dict[str, dict[str, Any]]) -> list[str]:
+    """Return what is wrong whatever the times are; empty if nothing is."""
     found = [
         f"{arm.name}: other token ids than v1"
         for arm in arms
@@ -242,12 +252,15 @@ def failures(arms: list[Arm], worse: dict[str, dict[str, Worse]], reports: Any) 
     for name, report in reports.items():
         if report["mismatches"] or report["faults"] or not report["compared_tokens"]:
             found.append(f"{name}: {json.dumps(report)}")
-    found += [
-        f"{JUDGED}: {figure} {one.verdict}: {one} worse over {one.rounds} rounds"
-        for figure, one in worse[JUDGED].items()
-        if one.verdict != PASS
-    ]
     return found
+
+
+def verdict(wrong: Sequence[str], judged: dict[str, Worse]) -> str:
+    """Return `PASS` where nothing is wrong and all figures pass, else what the worst one is."""
+    verdicts = {one.verdict for one in judged.values()}
+    if wrong or FAIL in verdicts:
+        return FAIL
+    return INCONCLUSIVE if INCONCLUSIVE in verdicts else PASS
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -275,8 +288,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         num_rounds = measure(arms, bodies, deadline)
         reports = {arm.name: arm.report(60) for arm in arms if ARMS[arm.name] is not None}
     worse = {arm.name: compare(arm.loads, arms[0].loads) for arm in arms[1:]}
-    reasons = failures(arms, worse, reports)
-    _say(arms, worse, reports, num_rounds, reasons)
+    wrong = faults(arms, reports)
+    _say(arms, worse, reports, num_rounds, wrong)
     if given.out is not None:
         record = {
             "environment": collect("cpu"),
@@ -290,10 +303,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
             },
             "reports": reports,
             "compared_late": {arm.name: arm.compared_late for arm in arms if arm.name in reports},
-            "failures": reasons,
+            "faults": wrong,
+            "verdict": verdict(wrong, worse[JUDGED]),
         }
         given.out.write_text(json.dumps(record, indent=1) + "\n")
-    return int(bool(reasons))
+    return int(verdict(wrong, worse[JUDGED]) != PASS)
 
 
 def _say(
@@ -301,7 +315,7 @@ def _say(
     worse: dict[str, dict[str, Worse]],
     reports: dict[str, dict[str, Any]],
     num_rounds: int,
-    reasons: list[str],
+    wrong: list[str],
 ) -> None:
     alone = figures(arms[0].loads)
     lines = [
@@ -324,10 +338,14 @@ def _say(
             f"over; {report['mismatches']} mismatches, {report['near_ties']} near ties, "
             f"{report['faults']} faults"
         )
-    if not any("token ids" in reason for reason in reasons):
+    if not any("token ids" in fault for fault in wrong):
         lines.append("token ids: the same from every server in every load")
-    lines += reasons
-    lines.append(f"verdict at 1 %, bound {BOUND:.0%}: {'does not pass' if reasons else PASS}")
+    lines += wrong
+    judged = worse[JUDGED]
+    parts = ", ".join(f"{name} {one.verdict}" for name, one in judged.items())
+    lines.append(
+        f"verdict on {JUDGED}, at most {BOUND:.0%} worse: {verdict(wrong, judged)} ({parts})"
+    )
     sys.stdout.write("\n".join(lines) + "\n")
 
 

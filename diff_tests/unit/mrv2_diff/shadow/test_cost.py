@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 
+from mrv2_diff.drivers.server import Server
 from mrv2_diff.drivers.shadow_cost import (
     FAIL,
     INCONCLUSIVE,
@@ -14,6 +17,7 @@ from mrv2_diff.drivers.shadow_cost import (
     compare,
     figures,
 )
+from mrv2_diff.drivers.shadow_load import Arm, faults, main, verdict
 
 
 def loads(scale: float, num_rounds: int = 12, noise: float = 0.0, seed: int = 0) -> list[Load]:
@@ -86,6 +90,66 @@ def test_an_interval_covers_the_truth_as_often_as_it_says() -> None:
     assert 0.84 <= covered / 100 <= 1.0
 
 
+@pytest.mark.parametrize(
+    ("highs", "wrong", "said"),
+    [
+        ([0.01, 0.02, 0.03], [], PASS),
+        ([0.01, 0.02, 0.04], [], INCONCLUSIVE),
+        ([0.01, 0.02, 0.09], [], FAIL),
+        ([0.01, 0.02, 0.03], ["other token ids"], FAIL),
+    ],
+)
+def test_the_verdict_is_that_of_the_worst_figure(
+    highs: list[float], wrong: list[str], said: str
+) -> None:
+    judged = {
+        f"figure {high}": Worse(value=high, low=high - 0.02, high=high, rounds=9) for high in highs
+    }
+    assert verdict(wrong, judged) == said
+
+
+def arm(name: str, *loads_of_tokens: list[list[int]]) -> Arm:
+    return Arm(name, Server("http://none", Path("none")), token_ids=list(loads_of_tokens))
+
+
+@pytest.mark.parametrize(
+    ("tokens", "changed", "said"),
+    [
+        ([[1, 2], [3]], {}, None),
+        ([[1, 2], [4]], {}, "shadow 1 %: other token ids than v1"),
+        ([[1, 2], [3]], {"mismatches": 1}, '"mismatches": 1'),
+        ([[1, 2], [3]], {"faults": 1}, '"faults": 1'),
+        ([[1, 2], [3]], {"compared_tokens": 0}, '"compared_tokens": 0'),
+    ],
+)
+def test_other_tokens_a_finding_and_a_shadow_that_compared_nothing_are_faults(
+    tokens: list[list[int]], changed: dict[str, int], said: str | None
+) -> None:
+    same = [[1, 2], [3]]
+    report = {"mismatches": 0, "faults": 0, "compared_tokens": 9} | changed
+    found = faults(
+        [arm("v1", same, same), arm("shadow 1 %", same, tokens)], {"shadow 1 %": dict(report)}
+    )
+    assert (found == []) if said is None else (said in found[0])
+
+
 def test_rounds_of_one_side_only_are_refused() -> None:
     with pytest.raises(ValueError, match="12 and 11 rounds"):
         compare(loads(1.0), loads(1.0, num_rounds=11))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--minutes", "0"], "'0' is no number of minutes above 0"),
+        (["--minutes", "x"], "'x' is no number of minutes"),
+        (["--out", "/nowhere/x.json"], "/nowhere is no folder"),
+    ],
+)
+def test_wrong_options_of_the_measurement_are_refused_in_a_line(
+    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as raised:
+        main(arguments)
+    assert raised.value.code == 2
+    assert said in capsys.readouterr().err.splitlines()[-1]
