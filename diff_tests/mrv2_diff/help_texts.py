@@ -21,6 +21,11 @@ a first comparison:
   mrv2-diff run                 every case, vLLM's V1 runner against mrv2
   mrv2-diff report              reports/latest/index.html
 
+on live traffic, without this command (docs/shadow.md):
+  MRV2_RUNNER=shadow vllm serve MODEL
+                                V1 serves; mrv2 follows 1 % of the requests, and what differs is
+                                appended to mrv2_shadow.jsonl and counted at /metrics
+
 exit codes: 0 all passed, 1 something failed, 2 bad input, 130 interrupted.
 `mrv2-diff COMMAND --help` tells more of each."""
 
