@@ -6,10 +6,12 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from mrv2_diff.device_bench.growth_plot import growth_plot
 from mrv2_diff.device_bench.host_plot import host_plot
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE, PICTURE = ROOT / "docs" / "performance.md", ROOT / "docs" / "host_times.svg"
+GROWTH = ROOT / "docs" / "growth.svg"
 SIDES = ("mrv2", "v1", "vllm-v2")
 
 Task = dict[str, Any]
@@ -70,7 +72,37 @@ def call_rows() -> Iterator[str]:
 def churn_rows() -> Iterator[str]:
     for task in tasks("churn"):
         ratio = over_the_faster(task, "host_us")
-        yield row(*point(task), *of_sides(task, "host_us"), f"{ratio['ratio']:.2f}")
+        figures = f"{ratio['ratio']:.3f}", interval(ratio), ratio["rounds"]
+        yield row(*point(task), *of_sides(task, "host_us"), *figures)
+
+
+def later_rows() -> Iterator[str]:
+    """Steady steps of a whole engine, and the wall of a replayed trace, of the present code."""
+    kept = tasks("later")
+    walls = {point(task): task for task in kept if task["part"] == "replay"}
+    for task in kept:
+        if task["part"] == "steady":
+            ratio = over_the_faster(task, "host_us")
+            times = of_sides(task, "host_us"), of_sides(walls[point(task)], "wall_us")
+            yield row(*point(task), *times[0], f"{ratio['ratio']:.3f}", interval(ratio), *times[1])
+
+
+def large_model_rows() -> Iterator[str]:
+    for task in tasks("8b"):
+        if task["part"] == "replay":
+            ratios = [task["ratios"]["wall_us"][f"mrv2/{side}"] for side in SIDES[1:]]
+            over = [f"{each['ratio']:.3f}, {interval(each)}" for each in ratios]
+            yield row(point(task)[1], *of_sides(task, "wall_us"), *over, ratios[0]["rounds"])
+
+
+def memory_rows() -> Iterator[str]:
+    (path,) = (ROOT / "reports" / "gpu").glob("bench_memory-*.json")
+    kept = json.loads(path.read_text())["memory"]
+    for side in SIDES:
+        said = kept[side]["memory_reported"]
+        estimate, captured = said["cudagraph_memory_estimate"], said["captured"]
+        megabytes = f"{estimate / 1e6:.1f}", f"{captured / 1e6:.1f}"
+        yield row(side, f"{kept[side]['kv_tokens']:,}", *megabytes)
 
 
 def replay_rows() -> Iterator[str]:
@@ -123,8 +155,8 @@ def throughput_rows() -> Iterator[str]:
         yield row(side, median, f"{min(rates):,.0f} to {max(rates):,.0f}", over, *times)
 
 
-TABLES = (steady_rows, phase_rows, call_rows, churn_rows, replay_rows, busy_rows, kernel_rows,
-          throughput_rows)  # fmt: skip
+TABLES = (steady_rows, later_rows, phase_rows, call_rows, churn_rows, replay_rows, busy_rows,
+          kernel_rows, throughput_rows, large_model_rows, memory_rows)  # fmt: skip
 """In the order of the page."""
 
 
@@ -145,8 +177,9 @@ def test_tables_are_the_kept_figures() -> None:
     assert figures_on(PAGE.read_text()) == [line for rows in TABLES for line in rows()]
 
 
-def test_picture_is_drawn_from_the_kept_figures() -> None:
+def test_pictures_are_drawn_from_the_kept_figures() -> None:
     assert PICTURE.read_text() == host_plot(tasks("steady"))
+    assert GROWTH.read_text() == growth_plot(tasks("growth"))
 
 
 def test_a_figure_that_was_changed_is_seen() -> None:
