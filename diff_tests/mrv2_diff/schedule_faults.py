@@ -46,6 +46,18 @@ from mrv2_diff.race_lane import LateEvent
 
 Patch = Callable[[], AbstractContextManager[object]]
 
+_KINDS = {
+    "late": "asynchronous steps",
+    "rows": "rows",
+    "freed": "rows",
+    "bounded": "memory",
+    "staged": "staged writes",
+    "counters": "block tables",
+    "device": "staged writes",
+    "oracle": "order of events",
+}
+"""Of a fault, by the check that finds it."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScheduleFault:
@@ -59,6 +71,11 @@ class ScheduleFault:
     """Makes a context in which the runner has the fault."""
     replays: bool = False
     """Whether it can show only where decode steps are replayed."""
+
+    @property
+    def kind(self) -> str:
+        """What kind of fault it is."""
+        return "replayed steps" if self.replays else _KINDS[self.found_by]
 
 
 # What shows only where the device is late.

@@ -392,7 +392,7 @@ def _mutant(
     title: str,
     case: str,
     apply: Callable[[], Context],
-    first: str = "processed_logits",
+    first: str | None = "processed_logits",
     verdict: Verdict = Verdict.WRONG_VALUE,
 ) -> Mutant:
     return Mutant(
@@ -679,7 +679,7 @@ MUTANTS = (
         "of equal logits a greedy request takes the last",
         "ties",
         _last_of_equals_wins,
-        first="near_ties",
+        first=None,
     ),
     _mutant(
         "what-is-cut-is-drawn",

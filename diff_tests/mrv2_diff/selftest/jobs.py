@@ -1,0 +1,129 @@
+"""What there is to do, in pieces that a process can do alone, grouped by the engine they need."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from mrv2_diff.catalog import CASES
+from mrv2_diff.mutants import MUTANTS, Mutant
+from mrv2_diff.schedule_faults import SCHEDULE_FAULTS, ScheduleFault
+from mrv2_diff.selftest.alike import ENGINES, Alike, alike
+
+What = Literal["control", "mutant", "schedules", "schedule fault", "alike"]
+
+ALIKE_AT_ONCE = 10
+"""Cases of one job, so that the two processes can share an engine's work."""
+SCHEDULES = "schedules"
+"""What findings by a check over the toy model have for a case."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """A piece of work."""
+
+    what: What
+    name: str
+    """Of a case, a fault, or of the first of some cases in which nothing is wrong."""
+    group: str
+    """Jobs of one group need one engine."""
+    cost: float
+    """Roughly, in seconds; for the order alone."""
+    cases: tuple[Alike, ...] = ()
+
+
+def jobs(
+    mutants: Sequence[Mutant], faults: Sequence[ScheduleFault], num_alike: int, seed: int
+) -> list[Job]:
+    """Return the work of a run, each case's control before its faults."""
+    made = []
+    for case in dict.fromkeys(mutant.case for mutant in mutants):
+        group = str(CASES[case].engine)
+        made.append(Job(what="control", name=case, group=group, cost=2.0))
+        made += [
+            Job(what="mutant", name=mutant.id, group=group, cost=1.0)
+            for mutant in mutants
+            if mutant.case == case
+        ]
+    if faults:
+        made.append(Job(what="schedules", name=SCHEDULES, group=SCHEDULES, cost=5.0))
+        made += [
+            Job(what="schedule fault", name=fault.id, group=SCHEDULES, cost=1.0) for fault in faults
+        ]
+    for name, engine in ENGINES.items():
+        here = [case for case in alike(num_alike, seed) if case.engine == name]
+        made += [
+            Job(
+                what="alike",
+                name=f"alike.{seed}.{here[first].number}",
+                group=str(engine),
+                cost=0.5 * ALIKE_AT_ONCE,
+                cases=tuple(here[first : first + ALIKE_AT_ONCE]),
+            )
+            for first in range(0, len(here), ALIKE_AT_ONCE)
+        ]
+    return made
+
+
+def kinds() -> dict[str, list[str]]:
+    """Return the faults that can be planted, by kind."""
+    found: dict[str, list[str]] = {}
+    for name, kind in _kind_of():
+        found.setdefault(kind, []).append(name)
+    return found
+
+
+def chosen(
+    only: Iterable[str], of_kinds: Iterable[str]
+) -> tuple[list[Mutant], list[ScheduleFault]]:
+    """Return the faults that are named, and those of the kinds; all where nothing is named."""
+    names, wanted = set(only), set(of_kinds)
+    every = not names and not wanted
+    names |= {name for name, kind in _kind_of() if every or kind in wanted}
+    return (
+        [mutant for mutant in MUTANTS if mutant.id in names],
+        [fault for fault in SCHEDULE_FAULTS if fault.id in names],
+    )
+
+
+def _kind_of() -> list[tuple[str, str]]:
+    return [
+        *((mutant.id, mutant.kind) for mutant in MUTANTS),
+        *((fault.id, fault.kind) for fault in SCHEDULE_FAULTS),
+    ]
+
+
+class Dealer:
+    """Deals jobs to workers such that each stays with an engine, and none is idle.
+
+    Args:
+        todo: The jobs.
+    """
+
+    def __init__(self, todo: Sequence[Job]) -> None:
+        self._left: dict[str, list[Job]] = {}
+        for job in todo:
+            self._left.setdefault(job.group, []).append(job)
+        self._groups: dict[int, str] = {}
+
+    def next(self, worker: int) -> Job | None:
+        """Return a worker's next job; None if there is none.
+
+        It goes on with its engine. Then it takes the one with most work that no other has, and
+        last it helps another one.
+        """
+        group = self._groups.get(worker)
+        if group is None or not self._left.get(group):
+            open_groups = [name for name, left in self._left.items() if left]
+            if not open_groups:
+                return None
+            taken = {name for other, name in self._groups.items() if other != worker}
+            group = max(open_groups, key=lambda name: (name not in taken, self._cost(name)))
+            self._groups[worker] = group
+        return self._left[group].pop(0)
+
+    def leave(self, worker: int) -> None:
+        """Note that a worker's engine is gone."""
+        self._groups.pop(worker, None)
+
+    def _cost(self, group: str) -> float:
+        return sum(job.cost for job in self._left[group])
