@@ -351,7 +351,7 @@ def _shrink(request: "ShrinkRequest", say: "Say") -> "Iterator[Result]":
 
 def _fault_kinds() -> Mapping[str, Sequence[str]]:
     process.prepare()
-    from mrv2_diff.selftest.jobs import kinds  # imports torch and vLLM: seconds
+    from mrv2_diff.selftest.todo import kinds  # imports torch and vLLM: seconds
 
     return kinds()
 

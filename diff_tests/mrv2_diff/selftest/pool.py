@@ -10,6 +10,7 @@ from contextlib import suppress
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 
+from mrv2_diff import process
 from mrv2_diff.selftest.jobs import Dealer, Job
 from mrv2_diff.selftest.request import NUM_WORKERS
 
@@ -120,6 +121,7 @@ class _Hand:
 
 def _work(channel: "Connection[object, object]") -> None:
     """Answer jobs until the channel closes. Runs in a process of its own."""
+    process.prepare()
     from mrv2_diff.selftest.worker import Worker  # imports torch and vLLM: seconds
 
     worker = Worker()

@@ -247,9 +247,7 @@ def finding_text(finding: Finding) -> str:
 
 
 def table(result: SelfTest) -> str:
-    """Return what was found by kind of fault, then what shows that cases in which nothing is wrong
-    were run in other forms.
-    """
+    """Return what was found by kind of fault, and in which forms the cases without one ran."""
     lines = []
     for kind in dict.fromkeys(finding.kind for finding in result.findings):
         here = [finding for finding in result.findings if finding.kind == kind]

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from mrv2_diff.environment import collect
 from mrv2_diff.mutants import Mutant
 from mrv2_diff.schedule_faults import ScheduleFault
-from mrv2_diff.selftest.jobs import SCHEDULES, Job, chosen, jobs
+from mrv2_diff.selftest.jobs import SCHEDULES, Job
 from mrv2_diff.selftest.pool import answers
 from mrv2_diff.selftest.request import SelfTestRequest
 from mrv2_diff.selftest.result import (
@@ -17,6 +17,7 @@ from mrv2_diff.selftest.result import (
     finding_text,
     shown,
 )
+from mrv2_diff.selftest.todo import chosen, jobs
 
 Say = Callable[[str], None]
 
