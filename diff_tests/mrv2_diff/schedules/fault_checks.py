@@ -59,7 +59,7 @@ def false_finds() -> list[str]:
     found = [
         check(config)
         for config in (CONFIG, REPLAYED)
-        for check in (found_late, found_by_invariants, found_by_oracle)
+        for check in (found_late, found_by_invariants, found_by_oracle, found_alone)
     ]
     return [name for name in (*found, found_replayed(REPLAYED)) if name is not None]
 
@@ -150,7 +150,31 @@ def found_by_oracle(config: RunnerConfig) -> str | None:
     return "oracle" if played.outputs != played.expected else None
 
 
+_SEEDED = {f"seeded {index}": [3 + index, 5, 7 * index + 1][: index + 1] for index in range(3)}
+"""Requests at a random temperature with their prompts, each of another length."""
+
+
+def found_alone(config: RunnerConfig) -> str | None:
+    """Say whether requests that draw at random draw other tokens together than alone."""
+    together = _drawn_by(config, list(_SEEDED))
+    apart = [tokens for name in _SEEDED for tokens in _drawn_by(config, [name])]
+    return "alone" if sorted(together) != sorted(apart) else None
+
+
+def _drawn_by(config: RunnerConfig, names: list[str]) -> list[tuple[str, list[int]]]:
+    def story(host: ToyHost, step: int) -> dict[str, int]:
+        if step == 0:
+            for name in names:
+                seed = 1000 + list(_SEEDED).index(name)
+                host.add(name, _SEEDED[name], Sampling(temperature=1.5, seed=seed))
+        order = names if step == 0 else reversed(names)  # so that no place is its row
+        return {name: host.requests[name].num_left for name in order}
+
+    return play_late(config, story, 12, lag=0, windows=WINDOWS).outputs
+
+
 _CHECKS: dict[str, Callable[[RunnerConfig], str | None]] = {
+    "alone": found_alone,
     "late": found_late,
     "oracle": found_by_oracle,
     "replayed": found_replayed,
