@@ -1,7 +1,8 @@
 """Every parameter of a request in a real engine: its effect, its bounds, and processors of others.
 
-One engine of each runner answers all of it. Ours must give what each parameter asks for, and V1's
-tokens wherever a request is greedy.
+One engine of each runner answers all of it. Both must give what each parameter asks for, shown by
+a check that a reply without the parameter does not pass; ours gives V1's tokens wherever a request
+is greedy.
 """
 
 from __future__ import annotations
@@ -131,7 +132,11 @@ EFFECTS: dict[str, Effect] = {
     ),
     "logprobs": Effect(
         2,
-        lambda one, other, _: {len(row) for row in one.logprobs} <= {2, 3} and not other.logprobs,
+        lambda one, other, _: (
+            len(one.logprobs) == LENGTH
+            and {len(row) for row in one.logprobs} <= {2, 3}
+            and not other.logprobs
+        ),
         GREEDY,
     ),
     "logprob_token_ids": Effect(
