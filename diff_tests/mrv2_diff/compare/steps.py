@@ -231,10 +231,11 @@ def _compare_draws(
 
 def _cut_tokens(observation: Observation) -> list[str]:
     """Name the draws of what a runner itself had cut, which no random draw may be, either."""
-    drawn = observation.processed_logits.gather(
-        1, torch.from_numpy(observation.tokens).unsqueeze(1)
-    ).squeeze(1)
-    others = observation.processed_logits.amax(dim=1)
+    processed, tokens = observation.processed_logits, torch.from_numpy(observation.tokens)
+    if len(processed) != len(tokens) or int(tokens.max()) >= processed.shape[1]:
+        return []  # their shape is another, which is said elsewhere
+    drawn = processed.gather(1, tokens.unsqueeze(1)).squeeze(1)
+    others = processed.amax(dim=1)
     wrong = (torch.isneginf(drawn) & torch.isfinite(others)).nonzero().flatten().tolist()
     return [
         f"{observation.draw_ids[row]} drew token {observation.tokens[row]}, which is cut"

@@ -64,6 +64,9 @@ def other_chunks(step: SchedulerOutput) -> list[SchedulerOutput]:
 class Varied:
     """Steps in another form, drawn at random: parts of the batch, each in any order, in chunks.
 
+    A step in which a request begins behind a cached prefix only gets another order: the prefix may
+    be what another request computes in the very same step, which must not come later then.
+
     Args:
         seed: The same seed gives the same steps the same form.
     """
@@ -75,16 +78,16 @@ class Varied:
 
     def __call__(self, step: SchedulerOutput) -> list[SchedulerOutput]:
         """Return steps that together ask for the same work."""
-        parts = self._divided(step)
-        cut = [piece for part in parts for piece in self._in_chunks(part)]
+        is_whole = _begins_behind_a_prefix(step)
+        parts = self._divided(step, 1 if is_whole else self._source.randint(1, 3))
+        cut = parts if is_whole else [piece for part in parts for piece in self._in_chunks(part)]
         self.changes["neighbours"] += len(parts) > 1
         self.changes["chunks"] += len(cut) > len(parts)
         return cut
 
-    def _divided(self, step: SchedulerOutput) -> list[SchedulerOutput]:
-        """Return the step in one to three parts, the requests of each in any order."""
+    def _divided(self, step: SchedulerOutput, num_parts: int) -> list[SchedulerOutput]:
+        """Return the step in so many parts at most, the requests of each in any order."""
         cached, new = step.scheduled_cached_reqs, step.scheduled_new_reqs
-        num_parts = self._source.randint(1, 3)
         shares: list[tuple[list[NewRequestData], list[int]]] = [([], []) for _ in range(num_parts)]
         for index in range(len(cached.req_ids)):
             self._source.choice(shares)[1].append(index)
@@ -114,6 +117,16 @@ class Varied:
         }
         head, *rest = _cut(step, second)
         return [head, *(piece for part in rest for piece in self._in_chunks(part))]
+
+
+def _begins_behind_a_prefix(step: SchedulerOutput) -> bool:
+    cached = step.scheduled_cached_reqs
+    resumed = (
+        count
+        for req_id, count in zip(cached.req_ids, cached.num_computed_tokens, strict=True)
+        if req_id in cached.resumed_req_ids
+    )
+    return any(resumed) or any(request.num_computed_tokens for request in step.scheduled_new_reqs)
 
 
 def _cut(step: SchedulerOutput, second: dict[str, int]) -> list[SchedulerOutput]:

@@ -183,7 +183,7 @@ class Head:
     alike: int
     alarmed: int
     median_seconds: float | None
-    """Of a fault, from the start of its case to its verdict."""
+    """Of a fault that was found, from the start of its case to its verdict."""
     seconds: float
     facts: dict[str, str] = field(default_factory=dict)
 
@@ -197,7 +197,13 @@ class Head:
         """How many faults were found."""
         also = f", {self.otherwise} by another value than expected" if self.otherwise else ""
         left = f", {self.survived} not found" if self.survived else ""
-        return f"{self.caught + self.otherwise} of {self.planted} planted faults found{also}{left}"
+        fast = (
+            ""
+            if self.median_seconds is None
+            else f", half of them within {self.median_seconds:.1f} s"
+        )
+        found = self.caught + self.otherwise
+        return f"{found} of {self.planted} planted faults found{fast}{also}{left}"
 
     @property
     def alarms_text(self) -> str:
@@ -208,7 +214,7 @@ class Head:
 
 def head(result: SelfTest) -> Head:
     """Return the figures of a result."""
-    times = sorted(finding.seconds for finding in result.findings)
+    times = sorted(finding.seconds for finding in result.findings if finding.found)
     return Head(
         planted=len(result.findings),
         caught=len(result.ended("caught")),

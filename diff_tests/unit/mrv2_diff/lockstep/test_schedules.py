@@ -16,6 +16,7 @@ VARIED = tuple(f"varied {seed}" for seed in range(12))
 CACHED = {"d1": 1, "c1": 5, "d2": 1, "r1": 4, "d3": 1}
 """Tokens of requests that are known: decodes, a chunk, and one that is resumed."""
 NEW = {"n1": 7, "n2": 1, "n3": 2}
+UNCACHED = {"n1": 7, "n2": 1}
 COMPUTED = {"d1": 40, "c1": 6, "d2": 4, "r1": 0, "d3": 9, "n1": 0, "n2": 0, "n3": 32}
 BLOCKS = {"c1": ([3],), "d2": ([4, 5],), "r1": ([6],), "n1": ([7],), "n2": ([8],), "n3": ([1, 9],)}
 
@@ -155,7 +156,7 @@ def test_a_seed_gives_the_same_forms_and_another_seed_others() -> None:
 
     def forms(seed: int) -> list[list[str]]:
         varied = Varied(seed)
-        return [_order(part) for _ in range(5) for part in varied(_step())]
+        return [_order(part) for _ in range(5) for part in varied(_step(new=UNCACHED))]
 
     assert forms(1) == forms(1)
     assert len({str(forms(seed)) for seed in range(20)}) == 20
@@ -167,9 +168,21 @@ def test_what_was_changed_is_counted() -> None:
     alone, crowd = Varied(0), Varied(0)
     for _ in range(40):
         assert alone(_step({"d1": 1}, {})) == [_step({"d1": 1}, {})]
-        crowd(_step())
+        crowd(_step(new=UNCACHED))
     assert alone.changes.total() == 0
     assert min(crowd.changes[what] for what in ("order", "neighbours", "chunks")) > 10
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_a_step_with_a_cached_prefix_is_only_put_in_another_order(seed: int) -> None:
+    from mrv2_diff.lockstep.schedules import Varied
+
+    varied = Varied(seed)
+    for _ in range(5):
+        (part,) = varied(_step())
+        assert part.num_scheduled_tokens == _step().num_scheduled_tokens
+    assert varied.changes["order"] > 0
+    assert (varied.changes["neighbours"], varied.changes["chunks"]) == (0, 0)
 
 
 def test_reordered_turns_the_batch_round() -> None:
