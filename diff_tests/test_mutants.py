@@ -79,31 +79,22 @@ def test_what_is_alike_was_run_in_other_forms(found: SelfTest) -> None:
             assert sum(run.events.get(what, 0) for run in runs) > 0
 
 
-def test_a_fault_that_does_nothing_survives_and_fails_the_run(
+def test_faults_that_are_missed_or_mistaken_are_told_and_fail_the_run(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     idle = replace(MUTANTS[0], id="idle", apply=nullcontext)
-    monkeypatch.setattr(mutants, "MUTANTS", (idle,))
-    monkeypatch.setattr("mrv2_diff.selftest.todo.MUTANTS", (idle,))
-    request = SelfTestRequest(only=("idle",), num_alike=0, num_workers=0)
+    other = replace(MUTANTS[0], id="other", first="ranks")
+    monkeypatch.setattr(mutants, "MUTANTS", (idle, other))
+    monkeypatch.setattr("mrv2_diff.selftest.todo.MUTANTS", (idle, other))
+    request = SelfTestRequest(only=("idle", "other"), num_alike=0, num_workers=0)
     result = selftest(request, lambda line: None)
-    (finding,) = result.findings
-    assert (finding.outcome, finding.found) == ("survived", "")
+    assert [(each.id, each.outcome, each.found) for each in result.findings] == [
+        ("idle", "survived", ""),
+        ("other", "otherwise", "positions"),
+    ]
+    assert len(result.faults) == 2
     assert not result.passes
     assert [control.passes for control in result.controls] == [True]
-
-
-def test_a_fault_that_something_else_shows_is_counted_apart(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    other = replace(MUTANTS[0], id="other", first="ranks")
-    monkeypatch.setattr(mutants, "MUTANTS", (other,))
-    monkeypatch.setattr("mrv2_diff.selftest.todo.MUTANTS", (other,))
-    request = SelfTestRequest(only=("other",), num_alike=0, num_workers=0)
-    result = selftest(request, lambda line: None)
-    (finding,) = result.findings
-    assert (finding.outcome, finding.found) == ("otherwise", "positions")
-    assert not result.passes
 
 
 def test_a_planted_difference_is_an_alarm(monkeypatch: pytest.MonkeyPatch) -> None:

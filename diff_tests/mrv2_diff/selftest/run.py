@@ -3,7 +3,9 @@
 import time
 from collections.abc import Callable
 
+from mrv2.errors import ConfigError
 from mrv2_diff.environment import collect
+from mrv2_diff.lockstep import device
 from mrv2_diff.mutants import Mutant
 from mrv2_diff.schedule_faults import ScheduleFault
 from mrv2_diff.selftest.jobs import SCHEDULES, Job
@@ -26,7 +28,16 @@ _SAY_EVERY = 200
 
 
 def selftest(request: SelfTestRequest, say: Say) -> SelfTest:
-    """Run it all, and say of each fault how it was found."""
+    """Run it all, and say of each fault how it was found.
+
+    Raises:
+        ConfigError: vLLM's device is no CPU.
+    """
+    if device.kind() != "cpu":
+        raise ConfigError(
+            "faults are put into what a CPU runs in place of kernels, and vLLM's device here is "
+            f"{device.kind()!r}: test the harness where vLLM is built for a CPU"
+        )
     started = time.perf_counter()
     mutants, faults = chosen(request.only, request.kinds) if request.plants else ([], [])
     todo = jobs(mutants, faults, request.num_alike, request.seed)
