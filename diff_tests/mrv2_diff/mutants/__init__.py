@@ -4,8 +4,13 @@ Each names beforehand the first value of the step chain that must differ, and a 
 can.
 """
 
-from mrv2_diff.mutants import inputs, lifecycle, outputs, sampling
-from mrv2_diff.mutants.mutant import Mutant, Patch
+from mrv2_diff import process
+
+process.prepare()
+
+# E402: faults of the adapter import vLLM, which reads the environment when it is imported.
+from mrv2_diff.mutants import inputs, lifecycle, outputs, sampling  # noqa: E402
+from mrv2_diff.mutants.mutant import Mutant, Patch  # noqa: E402
 
 MUTANTS: tuple[Mutant, ...] = (
     *inputs.MUTANTS,
