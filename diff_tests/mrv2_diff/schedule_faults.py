@@ -295,16 +295,16 @@ def _state_of_departed_requests_piles_up() -> Iterator[None]:
 
 
 @contextmanager
-def _layouts_pile_up() -> Iterator[None]:
-    stage = InputBuffers.stage
-    laid_out: list[BatchLayout] = []
+def _advances_pile_up() -> Iterator[None]:
+    advance = RequestColumns.advance
+    advances: list[Int32] = []
 
-    def faulty(self: InputBuffers, layout: BatchLayout) -> None:
-        laid_out.append(layout)
-        self._laid_out = laid_out  # type: ignore[attr-defined]  # the fault
-        stage(self, layout)
+    def faulty(self: RequestColumns, rows: Int32, num_tokens: Int32) -> None:
+        advances.append(num_tokens.copy())
+        self._advances = advances  # type: ignore[attr-defined]  # the fault
+        advance(self, rows, num_tokens)
 
-    with patch.object(InputBuffers, "stage", faulty):
+    with patch.object(RequestColumns, "advance", faulty):
         yield
 
 
@@ -488,10 +488,10 @@ SCHEDULE_FAULTS = (
         apply=_state_of_departed_requests_piles_up,
     ),
     ScheduleFault(
-        id="layouts-pile-up",
-        title="a list of what each step laid out is never emptied",
+        id="advances-pile-up",
+        title="a list of how far each step went is never emptied",
         found_by="bounded",
-        apply=_layouts_pile_up,
+        apply=_advances_pile_up,
     ),
     ScheduleFault(
         id="prompts-pile-up",
