@@ -1,7 +1,7 @@
 """Faults of what a step runs: tokens, positions, lengths, slots, attention, logits, commit."""
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
@@ -198,16 +198,15 @@ def _chunks_do_not_advance() -> Context:
 
 
 def _own_tokens_not_committed() -> Context:
+    def forget(arguments: Arguments) -> None:
+        arguments["drawn"] = torch.zeros_like(arguments["drawn"])
+
     def faulty(sample: Callable[..., PendingOutput]) -> Callable[..., PendingOutput]:
         def forgetful(
             self: Runner, step: Any, forced: Sequence[int] | None = None, grammar: Any = None
         ) -> PendingOutput:
-            pending = sample(self, step, forced, grammar)
-            if forced is None:
-                view = step.batch.logits_view
-                zeros = torch.zeros(len(view.positions), dtype=torch.int64)
-                self._commit(step.batch, view, zeros)
-            return pending
+            with nullcontext() if forced is not None else before(commit.commit_step, forget):
+                return sample(self, step, forced, grammar)
 
         return forgetful
 
