@@ -12,11 +12,10 @@ from unittest.mock import patch
 import pytest
 
 from mrv2 import Runner, StepInFlight, StepPlan
-from mrv2_diff import cli, mutants, process
+from mrv2_diff import cli, process
 from mrv2_diff.catalog import CASES
 from mrv2_diff.catalog.prompts import CHUNKED, ROOMY
 from mrv2_diff.catalog.workloads import STRAINED
-from mrv2_diff.mutants import MUTANTS
 from mrv2_diff.record import read
 from mrv2_diff.schedule_faults import SCHEDULE_FAULTS
 from mrv2_diff.selftest.alike import ENGINES, Alike
@@ -27,6 +26,8 @@ from mrv2_diff.verdict import Verdict
 process.prepare()
 
 # E402: vLLM reads the environment when it is imported.
+from mrv2_diff import mutants  # noqa: E402
+from mrv2_diff.mutants import MUTANTS  # noqa: E402
 from mrv2_diff.selftest.run import selftest  # noqa: E402
 
 pytestmark = pytest.mark.vllm
