@@ -1,7 +1,8 @@
 """Every parameter of a request in a real engine: its effect, its bounds, and processors of others.
 
-One engine of each runner answers all of it. Ours must give what each parameter asks for, and V1's
-tokens wherever a request is greedy.
+One engine of each runner answers all of it. Both must give what each parameter asks for, shown by
+a check that a reply without the parameter does not pass; ours gives V1's tokens wherever a request
+is greedy.
 """
 
 from __future__ import annotations
@@ -131,7 +132,11 @@ EFFECTS: dict[str, Effect] = {
     ),
     "logprobs": Effect(
         2,
-        lambda one, other, _: {len(row) for row in one.logprobs} <= {2, 3} and not other.logprobs,
+        lambda one, other, _: (
+            len(one.logprobs) == LENGTH
+            and {len(row) for row in one.logprobs} <= {2, 3}
+            and not other.logprobs
+        ),
         GREEDY,
     ),
     "logprob_token_ids": Effect(
@@ -276,11 +281,27 @@ def test_every_served_parameter_has_an_effect_to_show() -> None:
     assert set(EFFECTS) == refusals.SERVED_BY_RUNNER
 
 
+def pair_of(replies: Replies, name: str) -> tuple[Reply, Reply, Reply]:
+    """Return the reply with a parameter, the one without, and that of a plain greedy request."""
+    effect_replies, place = replies.groups[0], 2 * SERVED.index(name)
+    return effect_replies[place], effect_replies[place + 1], effect_replies[2 * len(SERVED)]
+
+
+@pytest.fixture(params=["ours", "v1s"])
+def replies(request: pytest.FixtureRequest) -> Replies:
+    answered: Replies = request.getfixturevalue(request.param)
+    return answered
+
+
 @pytest.mark.parametrize("name", SERVED)
-def test_a_parameter_has_its_effect(ours: Replies, name: str) -> None:
-    replies = ours.groups[0]
-    with_it, without = replies[2 * SERVED.index(name)], replies[2 * SERVED.index(name) + 1]
-    assert EFFECTS[name].shows(with_it, without, replies[2 * len(SERVED)])
+def test_a_parameter_has_its_effect(replies: Replies, name: str) -> None:
+    assert EFFECTS[name].shows(*pair_of(replies, name))
+
+
+@pytest.mark.parametrize("name", SERVED)
+def test_a_parameter_that_is_ignored_would_be_seen(replies: Replies, name: str) -> None:
+    _, without, plain = pair_of(replies, name)
+    assert not EFFECTS[name].shows(without, without, plain)
 
 
 def test_greedy_requests_give_v1s_tokens(ours: Replies, v1s: Replies) -> None:

@@ -41,6 +41,7 @@ from mrv2_diff.selection import SelectionError, case_in, check_known, pair_named
 from mrv2_diff.verdict import Verdict
 
 if TYPE_CHECKING:
+    from mrv2_diff.selftest.result import SelfTest
     from mrv2_diff.shrinking.request import Result
 
 _T = TypeVar("_T")
@@ -63,6 +64,8 @@ MAX_SOAK_MINUTES = 24 * 60
 MAX_SHRINK_SECONDS = 24 * 3600
 MAX_REPEAT = 1000
 MAX_MUTANTS = 1000
+MAX_ALIKE = 100_000
+MAX_SEED = 2**32 - 1
 
 LATEST = Path("reports/latest")
 FAILING = "failing"
@@ -115,6 +118,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_record(commands)
     _add_replay(commands)
     _add_shrink(commands)
+    _add_mutants(commands)
     _add_invariance(commands)
     _add_host_cost(commands)
     _add_command(commands, "check-surface", help_texts.CHECK_SURFACE)
@@ -332,6 +336,21 @@ def _add_replay(commands: "_Commands[argparse.ArgumentParser]") -> None:
                        "the tiny one that was recorded)")  # fmt: skip
     trace.add_argument("--salvage", action="store_true", help="play the whole steps that precede "
                        "a damage")  # fmt: skip
+
+
+def _add_mutants(commands: "_Commands[argparse.ArgumentParser]") -> None:
+    mutants = _add_command(commands, "mutants", help_texts.MUTANTS)
+    mutants.add_argument("--only", action="append", default=[], metavar="NAME", help="one fault; "
+                         "may be given again (default: every one)")  # fmt: skip
+    mutants.add_argument("--kinds", type=_names, default=(), metavar="K,...", help="the faults of "
+                         "some kinds, beside those of --only")  # fmt: skip
+    mutants.add_argument("--aa", metavar="N", help="cases in which "
+                         "nothing is wrong (default: 2000, or 0 with --only or "
+                         "--kinds)")  # fmt: skip
+    mutants.add_argument("--seed", default="0", metavar="N", help="of those "
+                         "cases (default: %(default)s)")  # fmt: skip
+    mutants.add_argument("--out", type=Path, default=LATEST, metavar="DIR", help="where "
+                         "mutants.json is written (default: %(default)s)")  # fmt: skip
 
 
 def _add_shrink(commands: "_Commands[argparse.ArgumentParser]") -> None:
@@ -592,13 +611,28 @@ def _report(arguments: argparse.Namespace, harness: Harness) -> int:
     if not records:
         raise BadInputError(f"{files[0]} holds no records; make some: mrv2-diff run")
     out = arguments.out if arguments.out is not None else files[0].parent
+    tested = _tested(files[0].parent)
     try:
-        render(records, out)
+        render(records, out, tested)
     except OSError as error:
         raise _unwritable(out, error) from error
     print(f"wrote {out / 'index.html'}")
     print(parity_line(records), flush=True)
     return EXIT_PASSED if all(record.verdict.passes for record in records) else EXIT_FAILED
+
+
+def _tested(folder: Path) -> "SelfTest | None":
+    """Return what mrv2-diff mutants wrote into a folder; None where it wrote nothing."""
+    from mrv2_diff.selftest import result as results
+
+    file = folder / results.FILE
+    try:
+        return results.read(file) if file.exists() else None
+    except OSError as error:
+        raise BadInputError(f"cannot read {file}: {error.strerror or error}; remove it, or write "
+                            "it again: mrv2-diff mutants") from error  # fmt: skip
+    except ValueError as error:
+        raise BadInputError(f"{error}; remove it, or write it again: mrv2-diff mutants") from error
 
 
 def _report_committed(root: Path) -> int:
@@ -903,6 +937,50 @@ def _to_shrink(
     return tuple(cases), pair or PAIRS[0]
 
 
+def _up_to(option: str, text: str, high: int) -> int:
+    """Return a number of an option, from 0 to `high`."""
+    if not text.isdecimal() or int(text) > high:
+        raise BadInputError(f"{option} is {text!r}; it must be a whole number from 0 to {high}")
+    return int(text)
+
+
+def _mutants(arguments: argparse.Namespace, harness: Harness) -> int:
+    from mrv2_diff.selftest import result as results
+    from mrv2_diff.selftest.request import NUM_ALIKE, SelfTestRequest
+
+    file: Path = arguments.out / results.FILE
+    some = bool(arguments.only or arguments.kinds)
+    unasked = 0 if some else NUM_ALIKE
+    num_alike = unasked if arguments.aa is None else _up_to("--aa", arguments.aa, MAX_ALIKE)
+    seed = _up_to("--seed", arguments.seed, MAX_SEED)
+    if some:
+        known = harness.fault_kinds()
+        check_known("fault", arguments.only, [name for names in known.values() for name in names])
+        check_known("kind of fault", arguments.kinds, known)
+    with _telling_of(file):
+        _probe_file(file)
+    request = SelfTestRequest(
+        only=tuple(arguments.only),
+        kinds=tuple(arguments.kinds),
+        num_alike=num_alike,
+        seed=seed,
+    )
+    from mrv2.errors import ConfigError  # imports torch, for which the harness prepares first
+
+    try:
+        result = harness.selftest(request, lambda line: print(line, flush=True))
+    except ConfigError as error:
+        raise BadInputError(str(error)) from error
+    print(results.table(result))
+    for fault in result.faults:
+        print(f"mrv2-diff mutants: {fault}", file=sys.stderr)
+    with _telling_of(file):
+        results.write(result, file)
+    print(f"wrote {file}")
+    print(results.conclusion(result), flush=True)
+    return EXIT_PASSED if result.passes else EXIT_FAILED
+
+
 def _faults(arguments: argparse.Namespace, harness: Harness) -> dict[str, str]:
     """Return the faults that are asked for with their cases."""
     if not arguments.mutant and arguments.mutants is None:
@@ -997,6 +1075,7 @@ _COMMANDS = {
     "record": _record_trace,
     "replay": _replay,
     "shrink": _shrink,
+    "mutants": _mutants,
     "invariance": _invariance,
     "host-cost": _host_cost,
     "check-surface": _check_surface,

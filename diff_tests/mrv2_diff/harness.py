@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from mrv2_diff.device_bench.bench import Outcome
     from mrv2_diff.device_bench.options import Options
     from mrv2_diff.schedules.soak import Bench
+    from mrv2_diff.selftest.request import SelfTestRequest
+    from mrv2_diff.selftest.result import SelfTest
     from mrv2_diff.shrinking.request import Result, Say, ShrinkRequest
 
 OnStep = Callable[[str, int], None]
@@ -174,6 +176,10 @@ class Harness:
     """Returns the case of each fault that can be planted, by the fault's name."""
     shrink: "Callable[[ShrinkRequest, Say], Iterator[Result]]"
     """Makes failing cases short, and says how it goes."""
+    fault_kinds: Callable[[], Mapping[str, Sequence[str]]]
+    """Returns the faults that `selftest` can plant, by kind."""
+    selftest: "Callable[[SelfTestRequest, Callable[[str], None]], SelfTest]"
+    """Plants faults and runs cases in which nothing is wrong, and says how it goes."""
 
 
 def installed_harness() -> Harness:
@@ -194,6 +200,8 @@ def installed_harness() -> Harness:
         host_cost=_host_cost,
         faults=_faults,
         shrink=_shrink,
+        fault_kinds=_fault_kinds,
+        selftest=_selftest,
     )
 
 
@@ -339,3 +347,17 @@ def _shrink(request: "ShrinkRequest", say: "Say") -> "Iterator[Result]":
     from mrv2_diff.shrinking.session import shrink_cases  # imports torch and vLLM: seconds
 
     return shrink_cases(request, say)
+
+
+def _fault_kinds() -> Mapping[str, Sequence[str]]:
+    process.prepare()
+    from mrv2_diff.selftest.todo import kinds  # imports torch and vLLM: seconds
+
+    return kinds()
+
+
+def _selftest(request: "SelfTestRequest", say: Callable[[str], None]) -> "SelfTest":
+    process.prepare()
+    from mrv2_diff.selftest.run import selftest  # imports torch and vLLM: seconds
+
+    return selftest(request, say)

@@ -242,6 +242,33 @@ exit codes:
   130  interrupted""",
 )
 
+MUTANTS = HelpText(
+    short="test the harness: plant faults, and run cases in which nothing is wrong",
+    long="""\
+Plant faults into our runner from outside, one at a time, and run for each the case or the check
+that was written down to find it, with the first value that must differ. Each case also runs without
+a fault. Then run cases in which nothing is wrong: requests drawn at random, V1 beside itself and
+our runner beside itself, one of the two with every step in another order, with other neighbours and
+in other chunks, judged as any pair is. Two processes share the work; a fault that ends its process
+ends nothing else.
+
+Prints each fault with what found it, then the counts by kind, and writes mutants.json, whose
+figures mrv2-diff report puts into its head.""",
+    epilog="""\
+examples:
+  mrv2-diff mutants                                       everything; some 20 minutes on two cores
+  mrv2-diff mutants --only stale-row                      one fault
+  mrv2-diff mutants --kinds "penalties,block tables"      the faults of two kinds
+  mrv2-diff mutants --only stale-row --aa 50              and 50 cases in which nothing is wrong
+
+exit codes:
+  0    every fault was found by what was written down, every case passes without one, and at most
+       one in 2,000 cases in which nothing is wrong ended in an alarm
+  1    a fault was not found, or by something else, or a case failed, or there were more alarms
+  2    bad input: an unknown fault or kind, a number out of bounds, a folder that cannot be written
+  130  interrupted""",
+)
+
 INVARIANCE = HelpText(
     short="schedule the same requests in many ways, and compare what they return",
     long="""\

@@ -34,8 +34,9 @@ from mrv2_diff.judge import (
 )
 from mrv2_diff.lockstep import device
 from mrv2_diff.lockstep.engine import LockstepEngine
+from mrv2_diff.lockstep.schedules import Schedule
 from mrv2_diff.lockstep.subjects import Subject
-from mrv2_diff.lockstep.worker import HarnessError, Pass, StepReport
+from mrv2_diff.lockstep.worker import AGAIN, HarnessError, Pass, StepReport
 from mrv2_diff.measuring import MemoryPasses, measure_latency, sides
 from mrv2_diff.models.checkpoint import cached_model
 from mrv2_diff.record import Record
@@ -138,6 +139,30 @@ class CaseRunner:
                 return _record_apart(case, self._request, self._environment)
             return self._bench_of(case.engine).record(case)
 
+    def against_itself(self, case: Case, runner: str, schedule: Schedule) -> Record:
+        """Compare a runner with itself, one of the two under another schedule, and judge it.
+
+        Args:
+            case: A case that runs in lockstep. Its tokens are V1's in both.
+            runner: `v1` or `mrv2`.
+            schedule: In which form the other one is given each step.
+
+        Raises:
+            ConfigError: An engine does not start.
+        """
+        case = case.on(self.kind)
+        with planted(case.fault):
+            return self._bench_of(case.engine).against_itself(case, runner, schedule)
+
+    def start(self, case: Case) -> None:
+        """Start a case's engine and measure its noise, unless both are there.
+
+        Raises:
+            ConfigError: The engine does not start.
+        """
+        if case.apart is None:
+            self._bench_of(case.engine).start()
+
     def takes(self, case: Case) -> bool:
         """Say whether vLLM takes the requests of a case, which one that was cut may not be."""
         return self._bench_of(case.engine).takes(case)
@@ -171,6 +196,26 @@ def planted(fault: str | None) -> AbstractContextManager[object]:
     raise ConfigError(f"there is no planted fault {fault!r}; choose from: {names}")
 
 
+@dataclass(frozen=True, slots=True)
+class _Played:
+    """How a comparing pass is played."""
+
+    mode: str
+    """`forced` or `free`."""
+    schedule: str | Schedule
+    candidate: str
+    beside: str | None = None
+    """A runner that the candidate is compared with in place of the reference."""
+
+    @property
+    def name(self) -> str:
+        """What records call it."""
+        if self.schedule == "same":
+            return self.mode
+        varied = "varied" if callable(self.schedule) else self.schedule
+        return f"{self.mode}, {varied}"
+
+
 class _Bench:
     """An engine with its noise floor; made when it is first needed, and again after a crash."""
 
@@ -194,6 +239,10 @@ class _Bench:
         self._stack.close()
         self._engine = self._memory = None
 
+    def start(self) -> None:
+        """Start the engine and measure its noise, unless both are there."""
+        self._outcome(self._ready())
+
     def takes(self, case: Case) -> bool:
         """Say whether vLLM takes the requests of a case."""
         return self._ready().takes(case.workload())
@@ -205,20 +254,45 @@ class _Bench:
 
     def record(self, case: Case) -> Record:
         """Run one case and judge it."""
+        return self._judged(case, self._request.pair, self._passes)
+
+    def against_itself(self, case: Case, runner: str, schedule: Schedule) -> Record:
+        """Compare a runner with itself over one case, and judge it."""
+
+        def passes(engine: LockstepEngine, case: Case) -> Outcome:
+            outcome = self._outcome(engine)
+            self._compare(
+                engine,
+                case,
+                outcome,
+                case.workload(),
+                _Played("forced", schedule, runner, None if runner == "v1" else runner + AGAIN),
+            )
+            return outcome
+
+        return self._judged(case, (runner, runner), passes)
+
+    def _judged(
+        self,
+        case: Case,
+        pair: tuple[str, str],
+        passes: Callable[[LockstepEngine, Case], Outcome],
+    ) -> Record:
         engine = self._ready()
         try:
-            outcome = self._passes(engine, case)
+            outcome = passes(engine, case)
         except HarnessError:
             raise
         except UnsupportedByRunner as refusal:
             outcome = Outcome(Tally(None))
-            return self._record(case, outcome, Verdict.REFUSED, "; ".join(refusal.reasons))
+            reasons = "; ".join(refusal.reasons)
+            return self._record(case, pair, outcome, Verdict.REFUSED, reasons)
         except Exception:  # noqa: BLE001 - a runner may fail in any way; the failure is the result
             self.close()
             outcome = Outcome(Tally(None), crash=traceback.format_exc(limit=-6))
             summary = "the reference or its engine failed, where no case expects it"
-            return self._record(case, outcome, Verdict.INCONCLUSIVE, summary)
-        return self._record(case, outcome, *judge(case, outcome))
+            return self._record(case, pair, outcome, Verdict.INCONCLUSIVE, summary)
+        return self._record(case, pair, outcome, *judge(case, outcome))
 
     def _ready(self) -> LockstepEngine:
         if self._engine is None:
@@ -240,20 +314,24 @@ class _Bench:
                 }
         return self._engine
 
-    def _passes(self, engine: LockstepEngine, case: Case) -> Outcome:
+    def _outcome(self, engine: LockstepEngine) -> Outcome:
+        """Return an empty outcome, with the bounds that this engine's noise sets."""
         if self._floor is None:
             self._floor = measure_floor(engine)
         bounds = {value: noise.MARGIN * floor for value, floor in self._floor.items()}
         bounds[right.VALUE] = right.BOUND
         bounds[OF_PROMPTS] = bounds["logprobs"]
-        outcome = Outcome(
+        return Outcome(
             Tally(bounds),
             inconclusive=floor_fault(self._floor, engine.arithmetic),
             graphs=self._request.graphs,
         )
+
+    def _passes(self, engine: LockstepEngine, case: Case) -> Outcome:
+        outcome = self._outcome(engine)
         events, candidate = case.workload(), self._request.pair[1]
         for mode, schedule in _modes(case, self._request.pair):
-            self._compare(engine, case, outcome, events, mode, schedule)
+            self._compare(engine, case, outcome, events, _Played(mode, schedule, candidate))
             if outcome.crash is not None or outcome.tally.first is not None:
                 return outcome
         if self._request.measures:
@@ -279,10 +357,10 @@ class _Bench:
         case: Case,
         outcome: Outcome,
         events: tuple[Event, ...],
-        mode: str,
-        schedule: str,
+        played: "_Played",
     ) -> None:
-        place = Place(mode if schedule == "same" else f"{mode}, {schedule}", 0)
+        place = Place(played.name, 0)
+        candidate = played.candidate
         expected = expectations(events, case.engine.logprobs_mode)
         outcome.modes.append(place.mode)
         outcome.tally.stopped = False
@@ -290,7 +368,7 @@ class _Bench:
         values = right_values_of(case, outcome.effects)
         if values is not None:
             values.markers = engine.markers
-            values.spares_weightless = self._request.pair[1] != "v1"
+            values.spares_weightless = candidate != "v1"
 
         def listen(report: StepReport) -> None:
             place.step = report.number
@@ -301,14 +379,18 @@ class _Bench:
             if values is not None:
                 _announce(values, report)
             if report.candidate_ran:
-                add_step(outcome, place, expected, report.reference, report.candidate, values)
+                reference = report.reference if played.beside is None else report.beside
+                add_step(outcome, place, expected, reference, report.candidate, values)
                 add_ledgers(outcome, place, report.ledgers)
             if values is not None and report.reference is not None:
                 values.commit(report.reference)
 
-        candidate = self._request.pair[1]
         settings = Pass(
-            candidate=candidate, forced=mode == "forced", schedule=schedule, listener=listen
+            candidate=candidate,
+            forced=played.mode == "forced",
+            schedule=played.schedule,
+            beside=played.beside,
+            listener=listen,
         )
         engine.run(events, settings)
         _count_modes(outcome, engine, candidate)
@@ -318,12 +400,19 @@ class _Bench:
             raise engine.worker.refusal
         outcome.crash = engine.worker.crash
 
-    def _record(self, case: Case, outcome: Outcome, verdict: Verdict, summary: str) -> Record:
+    def _record(
+        self,
+        case: Case,
+        pair: tuple[str, str],
+        outcome: Outcome,
+        verdict: Verdict,
+        summary: str,
+    ) -> Record:
         return Record(
             id=case.id,
             area=case.area,
             feature=case.feature,
-            pair=self._request.pair,
+            pair=pair,
             verdict=verdict,
             summary=_with_remark(summary, case),
             modes=tuple(outcome.modes),

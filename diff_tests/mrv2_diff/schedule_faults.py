@@ -8,6 +8,7 @@ Each names the check that must find it:
   steps.
 - `rows`, `counters`, `idle`, `staged`, `freed`, `bounded`, `device`: an invariant of
   `mrv2_diff.invariants`, the first that breaks.
+- `alone`: requests at random temperatures draw other tokens together than alone.
 - `oracle`: a story's tokens are not those of the model, or it ends in an error of the runner.
 
 The runner has no switch for any of this: a fault replaces a method for as long as it is applied.
@@ -33,9 +34,10 @@ from mrv2.memory.mirrored import MirroredTensor
 from mrv2.memory.ring import ResultRing, Slot
 from mrv2.memory.transfers import Transfers
 from mrv2.output import PendingOutput
-from mrv2.plan import NextDecode, Scheduled, StepPlan
+from mrv2.plan import Arrival, NextDecode, Scheduled, StepPlan
 from mrv2.runner import Runner
 from mrv2.sampling import logprobs
+from mrv2.sampling.gumbel import draw
 from mrv2.sampling.logprobs import LogprobsTensors
 from mrv2.sampling.prompt_logprobs import PromptScores
 from mrv2.sampling.sampler import Sampler, SamplerOutput
@@ -45,6 +47,19 @@ from mrv2.state.rows import RowTable
 from mrv2_diff.race_lane import LateEvent
 
 Patch = Callable[[], AbstractContextManager[object]]
+
+_KINDS = {
+    "late": "asynchronous steps",
+    "rows": "rows",
+    "freed": "rows",
+    "bounded": "memory",
+    "staged": "staged writes",
+    "counters": "block tables",
+    "device": "staged writes",
+    "oracle": "order of events",
+    "alone": "draws",
+}
+"""Of a fault, by the check that finds it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,6 +74,11 @@ class ScheduleFault:
     """Makes a context in which the runner has the fault."""
     replays: bool = False
     """Whether it can show only where decode steps are replayed."""
+
+    @property
+    def kind(self) -> str:
+        """What kind of fault it is."""
+        return "replayed steps" if self.replays else _KINDS[self.found_by]
 
 
 # What shows only where the device is late.
@@ -274,6 +294,60 @@ def _state_of_departed_requests_piles_up() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def _advances_pile_up() -> Iterator[None]:
+    advance = RequestColumns.advance
+    advances: list[Int32] = []
+
+    def faulty(self: RequestColumns, rows: Int32, num_tokens: Int32) -> None:
+        advances.append(num_tokens.copy())
+        self._advances = advances  # type: ignore[attr-defined]  # the fault
+        advance(self, rows, num_tokens)
+
+    with patch.object(RequestColumns, "advance", faulty):
+        yield
+
+
+@contextmanager
+def _prompts_of_departed_requests_pile_up() -> Iterator[None]:
+    admit = RequestColumns.admit
+    prompts: dict[str, list[int]] = {}
+
+    def faulty(self: RequestColumns, row: int, arrival: Arrival) -> None:
+        prompts[arrival.req_id] = list(arrival.token_ids)
+        self._prompts = prompts  # type: ignore[attr-defined]  # the fault
+        admit(self, row, arrival)
+
+    with patch.object(RequestColumns, "admit", faulty):
+        yield
+
+
+def _drawing(fault: Callable[[dict[str, Any]], None]) -> AbstractContextManager[object]:
+    reference = draw.reference
+
+    def faulty(*args: Any) -> None:
+        arguments = dict(zip(draw.parameters, args, strict=True))
+        fault(arguments)
+        reference(**arguments)
+
+    return patch.object(draw, "reference", faulty)
+
+
+def _seeds_by_batch_position() -> AbstractContextManager[object]:
+    def by_position(arguments: dict[str, Any]) -> None:
+        seed, rows = arguments["seed"], arguments["logit_rows"].long()
+        arguments["seed"] = seed.index_copy(0, rows, seed[: len(rows)])
+
+    return _drawing(by_position)
+
+
+def _noise_of_a_neighbours_position() -> AbstractContextManager[object]:
+    def flip(arguments: dict[str, Any]) -> None:
+        arguments["positions"] = arguments["positions"].flip(0)
+
+    return _drawing(flip)
+
+
 # What shows only where decode steps are replayed.
 
 
@@ -412,6 +486,30 @@ SCHEDULE_FAULTS = (
         title="something is kept for every request that ever left",
         found_by="bounded",
         apply=_state_of_departed_requests_piles_up,
+    ),
+    ScheduleFault(
+        id="advances-pile-up",
+        title="a list of how far each step went is never emptied",
+        found_by="bounded",
+        apply=_advances_pile_up,
+    ),
+    ScheduleFault(
+        id="prompts-pile-up",
+        title="the prompt of every request that ever arrived is kept",
+        found_by="bounded",
+        apply=_prompts_of_departed_requests_pile_up,
+    ),
+    ScheduleFault(
+        id="seeds-by-batch-position",
+        title="the seed of a draw is looked up by batch position in place of the row",
+        found_by="alone",
+        apply=_seeds_by_batch_position,
+    ),
+    ScheduleFault(
+        id="noise-of-a-neighbours-position",
+        title="the noise of a draw is that of a neighbour's position",
+        found_by="alone",
+        apply=_noise_of_a_neighbours_position,
     ),
     ScheduleFault(
         id="column-not-flushed",

@@ -214,6 +214,7 @@ def _compare_draws(
         wanted.tokens[greedy],
         tokens[greedy],
     )
+    tally.structure("tokens", place, 0, _cut_tokens(candidate))
     departed = frozenset(owners[row] for row in wanted.logprobs_departed)
     _compare_logprobs(tally, place, expected.without(departed), reference, candidate, rows)
     has, gives = _structure(expected, reference), _structure(expected, candidate)
@@ -226,6 +227,20 @@ def _compare_draws(
     if not np.array_equal(candidate.tokens, candidate.drawn):
         wrong = f"returned {candidate.tokens.tolist()}, drew {candidate.drawn.tolist()}"
         tally.structure("output", place, 0, [wrong])
+
+
+def _cut_tokens(observation: Observation) -> list[str]:
+    """Name the draws of what a runner itself had cut, which no random draw may be, either."""
+    processed, tokens = observation.processed_logits, torch.from_numpy(observation.tokens)
+    if len(processed) != len(tokens) or int(tokens.max()) >= processed.shape[1]:
+        return []  # their shape is another, which is said elsewhere
+    drawn = processed.gather(1, tokens.unsqueeze(1)).squeeze(1)
+    others = processed.amax(dim=1)
+    wrong = (torch.isneginf(drawn) & torch.isfinite(others)).nonzero().flatten().tolist()
+    return [
+        f"{observation.draw_ids[row]} drew token {observation.tokens[row]}, which is cut"
+        for row in wrong
+    ]
 
 
 def _num_not_finite(expected: Expectations, owners: list[str], logits: FloatArray) -> int:

@@ -7,12 +7,17 @@ together ask for the same work. They are how a runner is compared with itself, t
 how a runner is shown to depend on nothing but its requests.
 """
 
+import random
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
 
 Schedule = Callable[[SchedulerOutput], list[SchedulerOutput]]
+
+_CUTS = 0.6
+"""Probability that a chunk is cut by `Varied`, and the rest of it again."""
 
 
 def same(step: SchedulerOutput) -> list[SchedulerOutput]:
@@ -50,9 +55,82 @@ def other_chunks(step: SchedulerOutput) -> list[SchedulerOutput]:
 
     Every prompt chunk of two tokens or more is cut in half, everything else runs in the first.
     """
-    second = {
-        req_id: count // 2 for req_id, count in step.num_scheduled_tokens.items() if count >= 2
-    }
+    return _cut(
+        step,
+        {req_id: count // 2 for req_id, count in step.num_scheduled_tokens.items() if count >= 2},
+    )
+
+
+class Varied:
+    """Steps in another form, drawn at random: parts of the batch, each in any order, in chunks.
+
+    A step in which a request begins behind a cached prefix only gets another order: the prefix may
+    be what another request computes in the very same step, which must not come later then.
+
+    Args:
+        seed: The same seed gives the same steps the same form.
+    """
+
+    def __init__(self, seed: int) -> None:
+        self._source = random.Random(seed)
+        self.changes: Counter[str] = Counter()
+        """How many steps got another order, other neighbours or other chunks."""
+
+    def __call__(self, step: SchedulerOutput) -> list[SchedulerOutput]:
+        """Return steps that together ask for the same work."""
+        is_whole = _begins_behind_a_prefix(step)
+        parts = self._divided(step, 1 if is_whole else self._source.randint(1, 3))
+        cut = parts if is_whole else [piece for part in parts for piece in self._in_chunks(part)]
+        self.changes["neighbours"] += len(parts) > 1
+        self.changes["chunks"] += len(cut) > len(parts)
+        return cut
+
+    def _divided(self, step: SchedulerOutput, num_parts: int) -> list[SchedulerOutput]:
+        """Return the step in so many parts at most, the requests of each in any order."""
+        cached, new = step.scheduled_cached_reqs, step.scheduled_new_reqs
+        shares: list[tuple[list[NewRequestData], list[int]]] = [([], []) for _ in range(num_parts)]
+        for index in range(len(cached.req_ids)):
+            self._source.choice(shares)[1].append(index)
+        for request in new:
+            self._source.choice(shares)[0].append(request)
+        shares = [share for share in shares if share[0] or share[1]]
+        if not shares:
+            return [step]
+        moved = False
+        for requests, indices in shares:
+            self._source.shuffle(requests)
+            self._source.shuffle(indices)
+            moved |= indices != sorted(indices)
+            moved |= requests != [request for request in new if request in requests]
+        self.changes["order"] += moved
+        return [
+            _part(step, requests, _select(cached, indices), first=index == 0)
+            for index, (requests, indices) in enumerate(shares)
+        ]
+
+    def _in_chunks(self, step: SchedulerOutput) -> list[SchedulerOutput]:
+        """Return the step with some of its chunks cut, once or several times."""
+        second = {
+            req_id: self._source.randint(1, count - 1)
+            for req_id, count in step.num_scheduled_tokens.items()
+            if count >= 2 and self._source.random() < _CUTS
+        }
+        head, *rest = _cut(step, second)
+        return [head, *(piece for part in rest for piece in self._in_chunks(part))]
+
+
+def _begins_behind_a_prefix(step: SchedulerOutput) -> bool:
+    cached = step.scheduled_cached_reqs
+    resumed = (
+        count
+        for req_id, count in zip(cached.req_ids, cached.num_computed_tokens, strict=True)
+        if req_id in cached.resumed_req_ids
+    )
+    return any(resumed) or any(request.num_computed_tokens for request in step.scheduled_new_reqs)
+
+
+def _cut(step: SchedulerOutput, second: dict[str, int]) -> list[SchedulerOutput]:
+    """Return two steps, with so many last tokens of some requests in the second."""
     if not second:
         return [step]
     first = {

@@ -21,7 +21,7 @@ from vllm.v1.outputs import ModelRunnerOutput
 
 from mrv2.errors import UnsupportedByRunner
 from mrv2_diff.lockstep import device
-from mrv2_diff.lockstep.schedules import SCHEDULES
+from mrv2_diff.lockstep.schedules import SCHEDULES, Schedule
 from mrv2_diff.lockstep.subjects import SUBJECTS, Subject, V1Subject, initialize, load
 from mrv2_diff.observation import Observation, merge
 
@@ -33,6 +33,10 @@ _COPIED_FROM_CACHE_CONFIG = (
     "cache_hit_alignment_tokens",
 )
 """What the engine settles after a worker was built, and a candidate's copy of the config lacks."""
+
+
+AGAIN = " again"
+"""Ends the name of a second instance of a runner."""
 
 
 class HarnessError(RuntimeError):
@@ -50,6 +54,8 @@ class StepReport:
     candidate_ran: bool
     """False if the candidate crashed in this step or before."""
     ledgers: tuple[dict[str, dict[str, object]], dict[str, dict[str, object]]] | None
+    beside: Observation | None = None
+    """Of the runner that the pass names, if it names one."""
     seconds: dict[str, list[float]] = field(default_factory=dict)
     """By `reference` and `candidate`.
 
@@ -72,7 +78,11 @@ class Pass:
     candidate: str
     forced: bool
     """Commit the reference's tokens in the candidate."""
-    schedule: str = "same"
+    schedule: "str | Schedule" = "same"
+    """In which form the candidate is given each step; a name is one of `SCHEDULES`."""
+    beside: str | None = None
+    """Another instance of a runner that is given the steps as they are, in a forced pass: so a
+    candidate is compared with itself. The ledgers are then its own and the candidate's."""
     observe: bool = True
     alternate: bool = False
     """Let the candidate go first in every other step, for fair timing; only without forcing
@@ -96,6 +106,7 @@ class LockstepWorker(_Worker):
         self._kv_cache_config: KVCacheConfig | None = None
         self._pass: Pass | None = None
         self._steps: list[SchedulerOutput] = []
+        self._steps_beside: list[SchedulerOutput] = []
         self._number = 0
         self._report: StepReport | None = None
         self.crash: str | None = None
@@ -112,9 +123,10 @@ class LockstepWorker(_Worker):
         self._reference.reset()
         self._reference.observe(settings.observe)
         try:
-            candidate = self.candidate(settings.candidate)
-            candidate.reset()
-            candidate.observe(settings.observe)
+            for name in filter(None, (settings.candidate, settings.beside)):
+                subject = self.candidate(name)
+                subject.reset()
+                subject.observe(settings.observe)
         except UnsupportedByRunner:
             self._pass = None
             raise
@@ -127,7 +139,7 @@ class LockstepWorker(_Worker):
         The reference runs alone, and what a failed step left behind is dropped.
         """
         self._pass = self._report = None
-        self._steps = []
+        self._steps = self._steps_beside = []
 
     def forget_candidates(self) -> None:
         """Let go of every candidate with its KV cache and graphs."""
@@ -135,7 +147,7 @@ class LockstepWorker(_Worker):
         self._candidates.clear()
 
     def candidate(self, name: str) -> Subject:
-        """Return a candidate, building it at its first use."""
+        """Return a candidate, building it at its first use; ` again` names another instance."""
         if name not in self._candidates:
             self._candidates[name] = self._build(name)
         return self._candidates[name]
@@ -189,9 +201,11 @@ class LockstepWorker(_Worker):
         if self._pass is None:
             return self._reference.execute(scheduler_output)
         settings = self._pass
-        self._steps = (
-            [] if self.crash else SCHEDULES[settings.schedule](copy.deepcopy(scheduler_output))
-        )
+        schedule = settings.schedule
+        play = SCHEDULES[schedule] if isinstance(schedule, str) else schedule
+        self._steps = [] if self.crash else play(copy.deepcopy(scheduler_output))
+        has_beside = settings.beside is not None and not self.crash
+        self._steps_beside = [copy.deepcopy(scheduler_output)] if has_beside else []
         self._report = StepReport(self._number, scheduler_output, None, None, False, None)
         self._number += 1
         if settings.alternate and self._number % 2:
@@ -228,7 +242,7 @@ class LockstepWorker(_Worker):
     def _build(self, name: str) -> Subject:
         config = self.candidate_config()
         with set_current_vllm_config(config):
-            subject: Subject = SUBJECTS[name](config, self.device)
+            subject: Subject = SUBJECTS[name.removesuffix(AGAIN)](config, self.device)
             load(subject, config, self._reference.runner.get_model())
             subject.runner.get_kv_cache_spec()
             initialize(subject, self.kv_cache_config())
@@ -243,8 +257,12 @@ class LockstepWorker(_Worker):
     def _run_empty(self) -> None:
         assert self._pass is not None
         candidate = self.candidate(self._pass.candidate)
-        for step in self._steps:
-            output = candidate.execute(step)
+        played = [(candidate, step) for step in self._steps]
+        if self._pass.beside is not None:
+            beside = self.candidate(self._pass.beside)
+            played += [(beside, step) for step in self._steps_beside]
+        for subject, step in played:
+            output = subject.execute(step)
             if output is None or any(output.sampled_token_ids):
                 raise RuntimeError(f"a step without tokens gave {output}")
 
@@ -271,6 +289,7 @@ class LockstepWorker(_Worker):
         assert self._pass is not None
         self.crash = traceback.format_exc(limit=-6)
         self._candidates.pop(self._pass.candidate, None)
+        self._candidates.pop(self._pass.beside or "", None)
 
     def _run_candidate(self, forced: dict[str, int] | None, grammar: GrammarOutput | None) -> None:
         """Run the candidate's whole step.
@@ -282,6 +301,9 @@ class LockstepWorker(_Worker):
         assert report is not None
         candidate = self.candidate(settings.candidate)
         state = device.random_state(self.device)
+        if settings.beside is not None:
+            report.beside = self._played_beside(self.candidate(settings.beside), forced, grammar)
+            device.restore_random_state(self.device, state)
         parts = []
         for step in self._steps:
             output = self._timed("candidate", "execute", partial(candidate.execute, step))
@@ -295,11 +317,23 @@ class LockstepWorker(_Worker):
         if parts:
             report.candidate = merge(parts)
 
+    def _played_beside(
+        self, subject: Subject, forced: dict[str, int] | None, grammar: GrammarOutput | None
+    ) -> Observation | None:
+        """Run the step as it is in another instance of a runner; return what it did."""
+        (step,), self._steps_beside = self._steps_beside, []
+        if subject.execute(step) is not None:
+            return None
+        subject.sample(forced, grammar)
+        return subject.observation()
+
     def _read_ledgers(self) -> None:
         assert self._pass is not None
         assert self._report is not None
         candidate = self.candidate(self._pass.candidate)
-        self._report.ledgers = self._reference.ledger(), candidate.ledger()
+        beside = self._pass.beside
+        reference = self._reference if beside is None else self.candidate(beside)
+        self._report.ledgers = reference.ledger(), candidate.ledger()
 
     def _tell(self) -> None:
         settings, report = self._pass, self._report

@@ -15,6 +15,7 @@ from mrv2_diff.report.figures import (
     ratio_text,
 )
 from mrv2_diff.report.summary import cases_text, counts_text, verdict_text
+from mrv2_diff.selftest.result import Head
 from mrv2_diff.verdict import Verdict
 
 _COLUMNS = ("Feature", "Case", "Verdict", "Tokens compared", "Differing", "Logit difference",
@@ -72,9 +73,22 @@ def section(records: Sequence[Record], title: str, absent: Sequence[Record] = ()
     return "\n".join(lines) + "\n"
 
 
-def document(sections: Sequence[str], preface: str) -> str:
-    """Return the whole file."""
-    return "\n".join(["# Parity\n", f"{preface}\n", f"{LEGEND}\n", *sections])
+def document(sections: Sequence[str], preface: str, tests: Sequence[tuple[str, Head]] = ()) -> str:
+    """Return the whole file.
+
+    Args:
+        sections: A table each.
+        preface: What the file is.
+        tests: How far the harness can be trusted, each with where that was found out.
+    """
+    trust = [_trust(where, test) for where, test in tests]
+    return "\n".join(["# Parity\n", *trust, f"{preface}\n", f"{LEGEND}\n", *sections])
+
+
+def _trust(where: str, test: Head) -> str:
+    on = ", ".join(f"{name} {value}" for name, value in test.facts.items())
+    title = f"The harness tested, {where}" if where else "The harness tested"
+    return f"**{escape(title)}: {escape(test.text)}.** {escape(on)}.\n"
 
 
 def _row(record: Record) -> str:

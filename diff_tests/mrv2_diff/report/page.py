@@ -10,6 +10,7 @@ from mrv2_diff.record import Agreement, Cost, Memory, Record
 from mrv2_diff.report import figures, plots
 from mrv2_diff.report.environments import environments, pairs_text
 from mrv2_diff.report.summary import budgets_line, counts, verdict_text
+from mrv2_diff.selftest.result import Head
 from mrv2_diff.verdict import Verdict
 
 _TONES = {
@@ -112,8 +113,8 @@ class CaseView:
     steps_compared: int
 
 
-def page(records: Sequence[Record]) -> str:
-    """Return the whole page."""
+def page(records: Sequence[Record], tested: Head | None = None) -> str:
+    """Return the whole page; `tested` says how far the harness can be trusted."""
     cases = [_case(place, record) for place, record in enumerate(records)]
     heads = [case.head for case in cases]
     return _templates().get_template("index.html").render(
@@ -130,6 +131,7 @@ def page(records: Sequence[Record]) -> str:
         environments=environments(records),
         budgets=budgets_line(records),
         key_facts=_key_facts(records),
+        tested=tested,
     )  # fmt: skip
 
 

@@ -9,8 +9,12 @@ from mrv2_diff.report import markdown
 from mrv2_diff.report.environments import pairs_text
 from mrv2_diff.report.page import page
 from mrv2_diff.report.summary import summary_json
+from mrv2_diff.selftest.result import SelfTest, head, read
 
 FILES = ("summary.json", "PARITY.md", "index.html")
+
+TESTED = ".mutants.json"
+"""Ends the name of a file that says how the harness was tested, beside the records."""
 
 _RUN_PREFACE = "Written by `mrv2-diff report` from the records of one run."
 _COMMITTED_PREFACE = (
@@ -20,17 +24,24 @@ _COMMITTED_PREFACE = (
 _NO_RECORDS = "No records are kept yet.\n"
 
 
-def render(records: Sequence[Record], out: Path) -> None:
+def render(records: Sequence[Record], out: Path, tested: SelfTest | None = None) -> None:
     """Write `summary.json`, `PARITY.md` and `index.html` into `out`.
+
+    Args:
+        records: Of a run.
+        out: Folder.
+        tested: What testing the harness found, for the head; None where it was not tested.
 
     Raises:
         OSError: The folder cannot be written or the disk is full.
     """
     out.mkdir(parents=True, exist_ok=True)
     section = markdown.section(records, f"Pair {pairs_text(records)}")
-    _replace(out / "summary.json", summary_json(records))
-    _replace(out / "PARITY.md", markdown.document([section], _RUN_PREFACE).encode())
-    _replace(out / "index.html", page(records).encode())
+    found = None if tested is None else head(tested)
+    tests = [("", found)] if found is not None else []
+    _replace(out / "summary.json", summary_json(records, found))
+    _replace(out / "PARITY.md", markdown.document([section], _RUN_PREFACE, tests).encode())
+    _replace(out / "index.html", page(records, found).encode())
 
 
 def render_committed(root: Path) -> str:
@@ -52,7 +63,11 @@ def render_committed(root: Path) -> str:
         known = {case_id: record for held in alike for case_id, record in held.items()}
         absent = [record for case_id, record in known.items() if case_id not in here]
         sections.append(markdown.section(list(here.values()), title, absent))
-    return markdown.document(sections or [_NO_RECORDS], _COMMITTED_PREFACE)
+    tests = [
+        (f"vLLM {path.parent.name}, {path.name.removesuffix(TESTED)}", head(read(path)))
+        for path in sorted((root / "parity").glob(f"*/*{TESTED}"))
+    ]
+    return markdown.document(sections or [_NO_RECORDS], _COMMITTED_PREFACE, tests)
 
 
 def _latest(path: Path) -> dict[tuple[tuple[str, str], str], dict[str, Record]]:

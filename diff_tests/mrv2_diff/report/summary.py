@@ -8,6 +8,7 @@ import msgspec
 
 from mrv2_diff.record import Record
 from mrv2_diff.report.figures import BUDGET_WORDS, budget_text, headline
+from mrv2_diff.selftest.result import Head
 from mrv2_diff.verdict import Verdict
 
 
@@ -57,9 +58,10 @@ def budgets_line(records: Sequence[Record]) -> str | None:
     return f"budgets: {'; '.join(told)}"
 
 
-def summary_json(records: Sequence[Record]) -> bytes:
+def summary_json(records: Sequence[Record], tested: Head | None = None) -> bytes:
     """Return `summary.json`. Figures that are not finite are written as null."""
     summary = {
+        "harness": None if tested is None else msgspec.to_builtins(tested),
         "passes": bool(records) and all(record.verdict.passes for record in records),
         "counts": {verdict.value: number for verdict, number in counts(records).items()},
         "cases": [_case(record) for record in records],

@@ -1,156 +1,32 @@
 """Faults of lifecycles and of lateness are found, each by the check named beforehand."""
 
-from collections.abc import Callable
-from dataclasses import replace
-from functools import cache
-from random import Random
-
 import pytest
-import torch
 
-from mrv2 import GraphSizes, KVGroup, Mrv2Error, RunnerConfig, Sampling
 from mrv2.graphs.shape import GraphMode
-from mrv2_diff.invariants import InvariantError
-from mrv2_diff.late_play import Played, play_late
-from mrv2_diff.race_lane import LastMoment
+from mrv2_diff.late_play import play_late
 from mrv2_diff.schedule_faults import SCHEDULE_FAULTS, ScheduleFault
-from mrv2_diff.toy_host import ToyHost
-from mrv2_diff.toy_stories import RandomStory, mixed_sampling
-
-CONFIG = RunnerConfig(
-    device=torch.device("cpu"),
-    max_num_reqs=5,
-    max_num_tokens=40,
-    max_model_len=48,
-    vocab_size=97,
-    kv_groups=(KVGroup(block_size=4, max_blocks=12), KVGroup(block_size=8, max_blocks=6)),
-)
-REPLAYED = replace(CONFIG, graphs=GraphSizes(decodes=(4,), forwards=(16,)))
-"""Whatever is replayed is padded, but for four requests."""
-WINDOWS = (None, 6)
-LAG = 2
-QUIET_STEPS = 90
-"""Long enough for more requests to leave than a container may have entries."""
-ENDS_BADLY = (Mrv2Error, RuntimeError, IndexError)
-"""A wrong layout or a wrong row may end a story, since torch checks shapes and bounds on a CPU."""
-
-
-def mixed(config: RunnerConfig, late: bool) -> Played:
-    sampling = scored_sampling if config is REPLAYED else mixed_sampling
-    story = RandomStory(2, CONFIG, sampling=sampling)
-    schedule = LastMoment() if late else None
-    return play_late(config, story, 30, lag=LAG, schedule=schedule, windows=WINDOWS)
-
-
-def scored_sampling(rng: Random, config: RunnerConfig) -> Sampling:
-    """Leave most draws to the graphs; ask for logprobs or for a penalty now and then."""
-    return Sampling(
-        temperature=rng.choice((0.0, 1.0)),
-        seed=rng.getrandbits(64),
-        num_logprobs=2 if rng.random() < 0.2 else None,
-        presence_penalty=1.5 if rng.random() < 0.1 else 0.0,
-    )
-
-
-@cache
-def right(config: RunnerConfig) -> Played:
-    """What the story leaves where nothing is wrong and nothing is late."""
-    return mixed(config, late=False)
-
-
-@cache
-def right_eagerly() -> Played:
-    """The same as the one of `REPLAYED`, in eager steps."""
-    story = RandomStory(2, CONFIG, sampling=scored_sampling)
-    return play_late(CONFIG, story, 30, lag=LAG, windows=WINDOWS)
-
-
-def found_late(config: RunnerConfig) -> str | None:
-    """Say whether a fault shows on a late device, and on that alone."""
-    right_before = right(config)
-    if mixed(config, late=False).differences(right_before):
-        return "shows on a prompt device, too"
-    try:
-        return "late" if mixed(config, late=True).differences(right_before) else None
-    except ENDS_BADLY:
-        return "late"
-
-
-def found_replayed(config: RunnerConfig) -> str | None:
-    """Say whether a fault changes what comes of replayed steps, on a prompt device."""
-    try:
-        played = mixed(config, late=False)
-    except ENDS_BADLY:
-        return "replayed"
-    return "replayed" if played.results != right_eagerly().results else None
-
-
-def quiet(host: ToyHost, step: int) -> dict[str, int]:
-    """One request lives long, is paused and rewound; others come and go beside it, one by one."""
-    if step % 30 == 0:
-        if "long" in host.requests:
-            host.finish("long")
-        host.add("long", [1, 2, 3, 4, 5], Sampling(temperature=0.7, presence_penalty=1.0))
-    if step % 12 == 7:
-        host.rewind("long", 1)
-    name = f"short {step // 3}"
-    if step % 3 == 0:
-        host.add(name, [6, 7, 8], Sampling(temperature=0.9, min_tokens=2, num_logprobs=2))
-    elif step % 3 == 2:
-        host.finish(name)
-    working = [name] * (step % 3 < 2) + ["long"] * (step % 5 != 4)
-    return {name: host.requests[name].num_left for name in working}
-
-
-def found_by_invariants(config: RunnerConfig) -> str | None:
-    """Return the name of the first invariant that breaks."""
-    try:
-        play_late(config, quiet, QUIET_STEPS, lag=1, windows=WINDOWS, checked=True)
-    except InvariantError as broken:
-        return broken.name
-    return None
-
-
-def found_by_oracle(config: RunnerConfig) -> str | None:
-    """Say whether a fault changes tokens, or makes the runner refuse a right plan."""
-    try:
-        played = play_late(config, RandomStory(3, CONFIG), 120, lag=1, windows=WINDOWS)
-    except ENDS_BADLY:
-        return "oracle"
-    return "oracle" if played.outputs != played.expected else None
-
-
-CHECKS: dict[str, Callable[[RunnerConfig], str | None]] = {
-    "late": found_late,
-    "oracle": found_by_oracle,
-    "replayed": found_replayed,
-}
+from mrv2_diff.schedules import fault_checks
+from mrv2_diff.schedules.fault_checks import CONFIG, LAG, QUIET_STEPS, REPLAYED, WINDOWS
+from mrv2_diff.toy_stories import RandomStory
 
 
 @pytest.mark.parametrize("fault", SCHEDULE_FAULTS, ids=lambda fault: fault.id)
 def test_a_fault_is_found_by_the_check_named_beforehand(fault: ScheduleFault) -> None:
-    config = REPLAYED if fault.replays else CONFIG
-    right(config)
-    right_eagerly()
-    check = CHECKS.get(fault.found_by, found_by_invariants)
+    fault_checks.prepare()
     with fault.apply():
-        assert check(config) == fault.found_by
+        assert fault_checks.found_by(fault) == fault.found_by
 
 
 def test_nothing_is_found_where_there_is_no_fault() -> None:
-    quietly = play_late(CONFIG, quiet, QUIET_STEPS, lag=1, windows=WINDOWS)
+    quietly = play_late(CONFIG, fault_checks.quiet, QUIET_STEPS, lag=1, windows=WINDOWS)
     assert quietly.events["finished"] > CONFIG.max_num_reqs + 16
     assert quietly.events["rewound"] >= 3
-    for config in (CONFIG, REPLAYED):
-        assert found_late(config) is None
-        assert found_by_invariants(config) is None
-        assert found_by_oracle(config) is None
-    assert found_replayed(REPLAYED) is None
+    assert fault_checks.false_finds() == []
 
 
 def test_the_story_of_replayed_steps_has_draws_of_every_kind() -> None:
-    assert right(REPLAYED).steps_by_mode[GraphMode.DECODE] >= 5
-    scored = [bool(step[2]) for step in right(REPLAYED).results]
+    assert fault_checks.right(REPLAYED).steps_by_mode[GraphMode.DECODE] >= 5
+    scored = [bool(step[2]) for step in fault_checks.right(REPLAYED).results]
     assert min(scored.count(True), scored.count(False)) >= 5
 
 
@@ -160,11 +36,11 @@ def test_the_story_of_replayed_steps_has_draws_of_every_kind() -> None:
     ids=lambda f: f.id,
 )
 def test_a_fault_of_replays_changes_no_eager_step(fault: ScheduleFault) -> None:
-    story = RandomStory(2, CONFIG, sampling=scored_sampling)
-    right_eagerly()
+    story = RandomStory(2, CONFIG, sampling=fault_checks.scored_sampling)
+    fault_checks.right_eagerly()
     with fault.apply():
         played = play_late(CONFIG, story, 30, lag=LAG, windows=WINDOWS)
-    assert played.results == right_eagerly().results
+    assert played.results == fault_checks.right_eagerly().results
 
 
 def test_there_are_at_least_twelve_faults_with_names_of_their_own() -> None:

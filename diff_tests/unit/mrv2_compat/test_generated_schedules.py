@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 
 from mrv2.state.requests import RequestColumns
 from mrv2_compat.vllm_v1.ledger import KnownRequest, RequestLedger
-from mrv2_diff.compare.steps import OF_PROMPTS
 from mrv2_diff.mutants import MUTANTS, Patch
 from mrv2_diff.schedules import actions as act
 from mrv2_diff.schedules.events import KINDS
@@ -117,11 +116,25 @@ def resumed_requests_draw_from_another_seed() -> AbstractContextManager[object]:
     return patch.object(RequestLedger, "get", faulty)
 
 
+OF_SCHEDULES = frozenset(
+    {
+        "block tables",
+        "chunked prompts",
+        "commit",
+        "inputs",
+        "lengths",
+        "order of outputs",
+        "rows",
+        "slots",
+        "staged writes",
+    }
+)
+"""Kinds of mutants that need neither vLLM's model nor what a request may ask for."""
 FAULTS: dict[str, Patch] = {
     **{
         mutant.id: mutant.apply
         for mutant in MUTANTS
-        if mutant.first not in ("ranks", "processed_logits", "logprobs", OF_PROMPTS)
+        if mutant.kind in OF_SCHEDULES and mutant.case != "attention.alternating_window"
     },
     "progress-never-taken-back": progress_is_never_taken_back,
     "ended-stays-known": ended_requests_stay_known,

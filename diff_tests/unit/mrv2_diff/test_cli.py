@@ -43,6 +43,9 @@ from mrv2_diff.progress import BarProgress, LineProgress
 from mrv2_diff.record import Cost, Record
 from mrv2_diff.schedules import actions as act
 from mrv2_diff.schedules.result import Failure, InvarianceResult, Row, SoakResult, summary
+from mrv2_diff.selftest import result as tested
+from mrv2_diff.selftest.request import SelfTestRequest
+from mrv2_diff.selftest.result import AlikeRun, Finding, SelfTest
 from mrv2_diff.shrinking.request import Result, ShrinkRequest
 from mrv2_diff.shrinking.search import Shrunk
 from mrv2_diff.shrinking.signature import Signature, Vote
@@ -64,6 +67,41 @@ def _case(case_id: str, area: str) -> Case:
     )
 
 
+FOUND = SelfTest(
+    controls=(),
+    findings=(
+        Finding(
+            id="stale",
+            kind="slots",
+            title="a slot is stale",
+            case="greedy",
+            expected="slots",
+            found="slots",
+            outcome="caught",
+            step=3,
+            seconds=0.5,
+            summary="slots differ",
+        ),
+    ),
+    alike=(
+        AlikeRun(
+            name="alike.0.0",
+            engine="roomy",
+            runner="v1",
+            verdict="MATCH",
+            passes=True,
+            summary="all agree",
+            steps=9,
+            changes={"order": 4},
+            events={"preemptions": 0, "cache_hits": 0},
+            seconds=0.1,
+        ),
+    ),
+    num_asked=1,
+    seed=0,
+    seconds=60.0,
+    environment={"device": "a processor"},
+)
 SHORT = replace(
     _case("greedy.short", "sampling"),
     workload=lambda: (Add(step=0, req_id="a", prompt=(1, 2), max_tokens=1),),
@@ -115,6 +153,8 @@ class FakeHarness:
     soak_result: SoakResult = field(default_factory=lambda: SoakResult(steps=2000))
     unknown: dict[str, list[str]] = field(default_factory=dict)
     shrunk: list[ShrinkRequest] = field(default_factory=list)
+    tested: list[SelfTestRequest] = field(default_factory=list)
+    found: SelfTest = FOUND
     unshrinkable: set[str] = field(default_factory=set)
     recorded: list[Recording] = field(default_factory=list)
     program_exit: int = 0
@@ -192,7 +232,14 @@ class FakeHarness:
             ),
             faults=lambda: {"first": "greedy", "second": "greedy", "third": "churn"},
             shrink=self.shrink,
+            fault_kinds=lambda: {"slots": ["stale", "shifted"], "ranks": ["wrong"]},
+            selftest=self.selftest,
         )
+
+    def selftest(self, request: SelfTestRequest, say: Callable[[str], None]) -> SelfTest:
+        self.tested.append(request)
+        say("stale: caught by slots")
+        return self.found
 
     def shrink(self, request: ShrinkRequest, say: Callable[[str], None]) -> Iterator[Result]:
         self.shrunk.append(request)
@@ -320,6 +367,8 @@ def test_a_case_without_a_record_fails_the_run(
         ),
         faults=dict,
         shrink=fake.shrink,
+        fault_kinds=dict,
+        selftest=fake.selftest,
     )
     assert main(["run", "--out", str(tmp_path)], harness=lazy) == 1
     captured = capsys.readouterr()
@@ -1159,3 +1208,94 @@ def test_shrink_refuses_what_it_does_not_know(
     assert fake("shrink", *arguments, "--out", tmp_path) == 2
     assert message in capsys.readouterr().err
     assert not fake.shrunk
+
+
+# ---------------------------------------------------------------- mutants
+
+
+def test_mutants_writes_what_it_found_and_ends_with_both_figures(
+    fake: FakeHarness, tmp_path: Path, capsys: Capture
+) -> None:
+    assert fake("mutants", "--out", tmp_path) == 0
+    assert fake.tested == [SelfTestRequest(num_alike=2000, seed=0)]
+    out = capsys.readouterr().out
+    assert _last_line(out) == (
+        "mutants: 1 of 1 planted faults found, half of them within 0.5 s; "
+        "0 false alarms in 1 cases; 1.0 minutes"
+    )
+    assert tested.read(tmp_path / tested.FILE) == FOUND
+
+
+def test_mutants_takes_names_kinds_and_numbers(fake: FakeHarness, tmp_path: Path) -> None:
+    options = ("--only", "stale", "--kinds", "ranks", "--seed", "7", "--out", tmp_path)
+    assert fake("mutants", *options) == 0
+    assert fake("mutants", *options, "--aa", "50") == 0
+    asked = SelfTestRequest(only=("stale",), kinds=("ranks",), num_alike=0, seed=7)
+    assert fake.tested == [asked, replace(asked, num_alike=50)]
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"outcome": "survived", "found": ""}, "stale survived"),
+        ({"outcome": "otherwise", "found": "ranks"}, "was to be shown by slots, and ranks did"),
+    ],
+)
+def test_a_fault_that_is_not_found_as_expected_fails_the_command(
+    fake: FakeHarness, tmp_path: Path, changed: dict[str, str], message: str, capsys: Capture
+) -> None:
+    finding = replace(FOUND.findings[0], **changed)  # type: ignore[arg-type]  # two text fields
+    fake.found = replace(FOUND, findings=(finding,))
+    assert fake("mutants", "--out", tmp_path) == 1
+    assert message in capsys.readouterr().err
+
+
+def test_an_alarm_fails_the_command(fake: FakeHarness, tmp_path: Path, capsys: Capture) -> None:
+    run = replace(FOUND.alike[0], passes=False, verdict="WRONG_VALUE")
+    fake.found = replace(FOUND, alike=(run,))
+    assert fake("mutants", "--out", tmp_path) == 1
+    captured = capsys.readouterr()
+    assert "alike.0.0 (roomy), v1 beside itself: WRONG_VALUE" in captured.err
+    assert "1 false alarm in 1 cases" in _last_line(captured.out)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--only", "stal"], "no fault is called 'stal'; choose from: stale, shifted, wrong"),
+        (["--kinds", "rank"], "no kind of fault is called 'rank'; choose from: ranks, slots"),
+        (["--aa", "-1"], "--aa is '-1'; it must be a whole number from 0 to 100000"),
+        (["--aa", "many"], "--aa is 'many'; it must be a whole number from 0 to 100000"),
+        (["--seed", "1.5"], "--seed is '1.5'; it must be a whole number from 0 to 4294967295"),
+    ],
+)
+def test_mutants_refuses_bad_input_in_one_line(
+    fake: FakeHarness, tmp_path: Path, options: list[str], message: str, capsys: Capture
+) -> None:
+    assert fake("mutants", "--out", tmp_path, *options) == 2
+    assert capsys.readouterr().err == f"mrv2-diff mutants: {message}\n"
+    assert fake.tested == []
+
+
+def test_the_report_begins_with_how_the_harness_was_tested(
+    fake: FakeHarness, tmp_path: Path
+) -> None:
+    assert fake("run", "--out", tmp_path) == 0
+    assert fake("mutants", "--out", tmp_path) == 0
+    assert fake("report", tmp_path) == 0
+    said = "1 of 1 planted faults found, half of them within 0.5 s; 0 false alarms in 1 cases"
+    assert said in (tmp_path / "PARITY.md").read_text().splitlines()[2]
+    assert said in (tmp_path / "index.html").read_text()
+    harness = json.loads((tmp_path / "summary.json").read_text())["harness"]
+    assert (harness["planted"], harness["caught"], harness["alike"], harness["alarmed"]) == (
+        1, 1, 1, 0,
+    )  # fmt: skip
+
+
+def test_a_damaged_result_is_refused_by_the_report(
+    fake: FakeHarness, tmp_path: Path, capsys: Capture
+) -> None:
+    assert fake("run", "--out", tmp_path) == 0
+    (tmp_path / tested.FILE).write_text("{}")
+    assert fake("report", tmp_path) == 2
+    assert "is not a result of mrv2-diff mutants" in capsys.readouterr().err

@@ -495,6 +495,23 @@ def test_a_token_outside_the_vocabulary_is_wrong(
     assert str(outside) in first.candidate
 
 
+def test_a_random_draw_of_what_the_runner_itself_had_cut_is_wrong(observe: Observe) -> None:
+    drawn, other = observe(tokens=[0, 0]), observe(tokens=[1, 0])
+    processed = _changed(drawn.processed_logits, (0, 0), -np.inf)
+    cut = dataclasses.replace(drawn, processed_logits=processed)
+    right = dataclasses.replace(other, processed_logits=processed)
+    first = _first(_compare(right, cut, RANDOM))
+    assert (first.value, first.candidate) == ("tokens", "a drew token 0, which is cut")
+    assert _compare(right, right, RANDOM).first is None
+
+
+def test_where_nothing_is_left_any_token_may_be_drawn(observe: Observe) -> None:
+    step = observe(tokens=[0, 0])
+    nothing = torch.full_like(step.processed_logits, -torch.inf)
+    empty = dataclasses.replace(step, processed_logits=nothing)
+    assert _compare(empty, empty, RANDOM).first is None
+
+
 # Prompt logprobs.
 
 PROMPT = ObservedLogprobs(

@@ -11,19 +11,21 @@ pytestmark = pytest.mark.vllm
 Schedule = Callable[[Any], list[Any]]
 
 NAMES = ("same", "reordered", "other neighbours", "other chunks")
+VARIED = tuple(f"varied {seed}" for seed in range(12))
 
 CACHED = {"d1": 1, "c1": 5, "d2": 1, "r1": 4, "d3": 1}
 """Tokens of requests that are known: decodes, a chunk, and one that is resumed."""
 NEW = {"n1": 7, "n2": 1, "n3": 2}
+UNCACHED = {"n1": 7, "n2": 1}
 COMPUTED = {"d1": 40, "c1": 6, "d2": 4, "r1": 0, "d3": 9, "n1": 0, "n2": 0, "n3": 32}
 BLOCKS = {"c1": ([3],), "d2": ([4, 5],), "r1": ([6],), "n1": ([7],), "n2": ([8],), "n3": ([1, 9],)}
 
 
 def _schedule(name: str) -> Schedule:
-    from mrv2_diff.lockstep.schedules import SCHEDULES
+    from mrv2_diff.lockstep.schedules import SCHEDULES, Varied
 
     assert tuple(SCHEDULES) == NAMES
-    return SCHEDULES[name]
+    return Varied(int(name.split()[1])) if name in VARIED else SCHEDULES[name]
 
 
 def _step(cached: dict[str, int] = CACHED, new: dict[str, int] = NEW) -> Any:
@@ -105,7 +107,7 @@ STEPS: dict[str, tuple[dict[str, int], dict[str, int]]] = {
 
 
 @pytest.mark.parametrize("step", STEPS)
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", NAMES + VARIED)
 def test_the_parts_ask_for_the_work_of_the_step(name: str, step: str) -> None:
     whole = _step(*STEPS[step])
     parts = _schedule(name)(_step(*STEPS[step]))
@@ -119,7 +121,7 @@ def test_the_parts_ask_for_the_work_of_the_step(name: str, step: str) -> None:
 
 
 @pytest.mark.parametrize("step", STEPS)
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", NAMES + VARIED)
 def test_what_happens_once_happens_in_the_first_part(name: str, step: str) -> None:
     first, *later = _schedule(name)(_step(*STEPS[step]))
     assert first.finished_req_ids == {"gone"}
@@ -133,7 +135,7 @@ def test_what_happens_once_happens_in_the_first_part(name: str, step: str) -> No
         assert not part.kv_cache_block_copies
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", NAMES + VARIED)
 def test_a_request_gets_its_blocks_once_and_arrives_or_resumes_once(name: str) -> None:
     parts = _schedule(name)(_step())
     given: dict[str, Any] = {}
@@ -147,6 +149,40 @@ def test_a_request_gets_its_blocks_once_and_arrives_or_resumes_once(name: str) -
     assert len(resumed) == 1
     assert resumed[0].scheduled_cached_reqs.resumed_req_ids == {"r1"}
     assert resumed[0].scheduled_cached_reqs.all_token_ids == {"r1": [1, 2, 3, 4]}
+
+
+def test_a_seed_gives_the_same_forms_and_another_seed_others() -> None:
+    from mrv2_diff.lockstep.schedules import Varied
+
+    def forms(seed: int) -> list[list[str]]:
+        varied = Varied(seed)
+        return [_order(part) for _ in range(5) for part in varied(_step(new=UNCACHED))]
+
+    assert forms(1) == forms(1)
+    assert len({str(forms(seed)) for seed in range(20)}) == 20
+
+
+def test_what_was_changed_is_counted() -> None:
+    from mrv2_diff.lockstep.schedules import Varied
+
+    alone, crowd = Varied(0), Varied(0)
+    for _ in range(40):
+        assert alone(_step({"d1": 1}, {})) == [_step({"d1": 1}, {})]
+        crowd(_step(new=UNCACHED))
+    assert alone.changes.total() == 0
+    assert min(crowd.changes[what] for what in ("order", "neighbours", "chunks")) > 10
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_a_step_with_a_cached_prefix_is_only_put_in_another_order(seed: int) -> None:
+    from mrv2_diff.lockstep.schedules import Varied
+
+    varied = Varied(seed)
+    for _ in range(5):
+        (part,) = varied(_step())
+        assert part.num_scheduled_tokens == _step().num_scheduled_tokens
+    assert varied.changes["order"] > 0
+    assert (varied.changes["neighbours"], varied.changes["chunks"]) == (0, 0)
 
 
 def test_reordered_turns_the_batch_round() -> None:

@@ -1,0 +1,1 @@
+"""The harness tested: does it find planted faults, and only those?"""
