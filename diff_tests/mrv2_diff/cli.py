@@ -6,11 +6,12 @@ Nothing heavy is imported before a command needs it, so that `--help` is instant
 import argparse
 import dataclasses
 import difflib
+import itertools
 import json
 import os
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
@@ -26,6 +27,8 @@ from mrv2_diff.harness import (
     MAX_RATIO,
     MAX_TRANSLATED_GROWTH,
     PAIRS,
+    RUNNERS,
+    UPSTREAM,
     Harness,
     Selection,
     Soak,
@@ -129,8 +132,17 @@ def _add_run(commands: "_Commands[argparse.ArgumentParser]") -> None:
                      "area; may be given again")  # fmt: skip
     run.add_argument("--case", action="append", default=[], metavar="ID", help="one case, besides "
                      "those of --area; may be given again")  # fmt: skip
-    run.add_argument("--pair", default="v1,mrv2", metavar="REF,CAND",
-                     help="reference and candidate: v1,mrv2 (default) or v1,v1")  # fmt: skip
+    pairs = run.add_mutually_exclusive_group()
+    pairs.add_argument("--pair", default="v1,mrv2", metavar="REF,CAND",
+                       help="reference and candidate: v1,mrv2 (default), v1,v1, v1,vllm-v2 or "
+                       "mrv2,vllm-v2")  # fmt: skip
+    pairs.add_argument("--runners", type=_names, metavar="R,...", help="every pair of these, of "
+                       "v1, mrv2, vllm-v2 (vLLM's own second runner)")  # fmt: skip
+    run.add_argument("--small", action="store_true", help="cut each case down to a few greedy "
+                     "requests and some 30 steps; vllm-v2 is always run so")  # fmt: skip
+    run.add_argument("--referee", action="store_true", help="where logits differ beyond the "
+                     "floor, ask transformers' model in a higher precision who is "
+                     "right")  # fmt: skip
     run.add_argument("--model", type=Path, metavar="DIR", help="checkpoint to run on, instead of "
                      "the tiny one that each case names")  # fmt: skip
     run.add_argument("--graphs", choices=GRAPHS, default="none", help="CUDA graphs of both "
@@ -336,22 +348,33 @@ def _whole_number(high: int) -> Callable[[str], int]:
 
 
 def _run(arguments: argparse.Namespace, harness: Harness) -> int:
-    pair = _pair(arguments.pair)
+    pairs = _pairs(arguments)
+    small = arguments.small or any(UPSTREAM in pair for pair in pairs)
+    cases = _selected(harness, arguments.area, arguments.case)
+    if small:
+        cases = _with_small_form(cases, arguments.case)
     selection = Selection(
-        cases=_runnable(_selected(harness, arguments.area, arguments.case), pair, harness),
-        pair=pair,
+        cases=_runnable(cases, pairs[0], harness),
+        pair=pairs[0],
+        further=pairs[1:],
         model=_checked_model(arguments.model),
         graphs=arguments.graphs,
+        small=small,
+        referee=arguments.referee,
     )
     label = _model_label(selection.model)
     folder = RecordsFolder(arguments.out, resume=arguments.resume)
     wanted = {case.id: case for case in selection.cases}
     kept = [record for record in _read_or_refuse(folder)
-            if record.id in wanted and record.pair == selection.pair
+            if record.id in wanted and record.pair in pairs
+            and (record.environment.get("form") == "small") == small
             and record.environment.get("graphs", "none") == selection.graphs
             and record.environment.get("model") == label]  # fmt: skip
     records = _of_this_source(kept, harness) if kept else []
-    done = {record.id for record in records}
+    made = {(record.id, record.pair) for record in records}
+    expected = len(wanted) * len(pairs)
+    done = {case_id for case_id in wanted if all((case_id, pair) in made for pair in pairs)}
+    records = [record for record in records if record.id in done]
     left = dataclasses.replace(
         selection, cases=tuple(case for case in selection.cases if case.id not in done)
     )
@@ -360,9 +383,9 @@ def _run(arguments: argparse.Namespace, harness: Harness) -> int:
     try:
         _execute(left, harness, lambda record: _keep(record, label, folder, records))
     except KeyboardInterrupt:
-        print(f"\ninterrupted: {_how_to_go_on(records, wanted, folder)}", file=sys.stderr)
+        print(f"\ninterrupted: {_how_to_go_on(records, expected, folder)}", file=sys.stderr)
         return EXIT_INTERRUPTED
-    return _conclude(records, expected=len(wanted))
+    return _conclude(records, expected=expected)
 
 
 def _of_this_source(records: Sequence[Record], harness: Harness) -> list[Record]:
@@ -383,14 +406,12 @@ def _of_this_source(records: Sequence[Record], harness: Harness) -> list[Record]
     return counting
 
 
-def _how_to_go_on(
-    records: Sequence[Record], wanted: Mapping[str, Case], folder: RecordsFolder
-) -> str:
+def _how_to_go_on(records: Sequence[Record], expected: int, folder: RecordsFolder) -> str:
     """Return what an interrupted run leaves; a run without records must not resume a former's."""
     if not records:
         return "no record was written; run the same command again"
     return (
-        f"{len(records)} of {len(wanted)} cases have whole records in {folder.path}; "
+        f"{len(records)} of {expected} cases have whole records in {folder.path}; "
         f"go on with the same command and --resume"
     )
 
@@ -401,7 +422,7 @@ def _execute(selection: Selection, harness: Harness, keep: Callable[[Record], No
 
     if not selection.cases:
         return
-    with progress_on(sys.stdout, len(selection.cases)) as progress:
+    with progress_on(sys.stdout, len(selection.cases) * len(selection.pairs)) as progress:
         records = harness.run(selection, progress.step)
         from mrv2.errors import ConfigError  # imports torch, for which the harness prepares first
 
@@ -422,8 +443,11 @@ def _keep(record: Record, label: str, folder: RecordsFolder, records: list[Recor
 
 def _conclude(records: Sequence[Record], *, expected: int) -> int:
     """Print the last line and return the exit code: 0 only where every case ran and passed."""
-    from mrv2_diff.report import parity_line
+    from mrv2_diff.report import pairs_table, parity_line
 
+    table = pairs_table(records)
+    if table is not None:
+        print("\n".join(table.lines))
     if len(records) < expected:
         print(f"{expected - len(records)} of {expected} cases gave no record", file=sys.stderr)
     print(parity_line(records), flush=True)
@@ -460,6 +484,35 @@ def _check_known(kind: str, given: Sequence[str], known: Iterable[str]) -> None:
         close = difflib.get_close_matches(name, names, n=3, cutoff=0.5)
         ordered = close + [other for other in names if other not in close]
         raise BadInputError(f"no {kind} is called {name!r}; choose from: {', '.join(ordered)}")
+
+
+def _pairs(arguments: argparse.Namespace) -> tuple[tuple[str, str], ...]:
+    """Return the pairs that --pair or --runners asks for."""
+    names = arguments.runners
+    if names is None:
+        return (_pair(arguments.pair),)
+    _check_known("runner", names, RUNNERS)
+    ordered = [name for name in RUNNERS if name in names]
+    if len(ordered) < 2 or len(ordered) != len(names):
+        raise BadInputError(
+            f"--runners {','.join(names)} makes no pair; name two or three of "
+            f"{', '.join(RUNNERS)}, each once"
+        )
+    return tuple(itertools.combinations(ordered, 2))
+
+
+def _with_small_form(cases: tuple[Case, ...], named: Sequence[str]) -> tuple[Case, ...]:
+    """Return the cases of which something is left when they are cut down."""
+    from mrv2_diff.small import has_small_form
+
+    left = tuple(case for case in cases if has_small_form(case))
+    without = [case.id for case in cases if case.id in named and case not in left]
+    if without or not left:
+        raise BadInputError(
+            f"nothing is left of {', '.join(without) or 'these cases'} in a small form: each needs "
+            "a greedy request that runs in lockstep; compare them with --pair v1,mrv2"
+        )
+    return left
 
 
 def _pair(text: str) -> tuple[str, str]:

@@ -22,8 +22,18 @@ if TYPE_CHECKING:
 
 OnStep = Callable[[str, int], None]
 
-PAIRS: tuple[tuple[str, str], ...] = (("v1", "mrv2"), ("v1", "v1"))
+PAIRS: tuple[tuple[str, str], ...] = (
+    ("v1", "mrv2"),
+    ("v1", "v1"),
+    ("v1", "vllm-v2"),
+    ("mrv2", "vllm-v2"),
+)
 """Reference and candidate of every pair that can be run."""
+
+RUNNERS = ("v1", "mrv2", "vllm-v2")
+"""Every runner, by the name of a pair."""
+UPSTREAM = "vllm-v2"
+"""vLLM's own second runner, which needs small cases and a process of its own."""
 
 OnProgress = Callable[[SoakResult], None]
 
@@ -53,6 +63,17 @@ class Selection:
     """None: the model that each case names, made from its seed."""
     graphs: str = "none"
     """One of `GRAPHS` of a case: how steps may reach the device."""
+    further: tuple[tuple[str, str], ...] = ()
+    """Pairs that are compared as well."""
+    small: bool = False
+    """Whether cases run in their small form."""
+    referee: bool = False
+    """Whether a referee rules on rows of logits on which two runners disagree."""
+
+    @property
+    def pairs(self) -> tuple[tuple[str, str], ...]:
+        """All pairs, in their order."""
+        return (self.pair, *self.further)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,6 +165,10 @@ def _cases() -> Mapping[str, Case]:
 
 def _run(selection: Selection, on_step: OnStep) -> Iterator[Record]:
     process.prepare()
+    if any(UPSTREAM in pair for pair in selection.pairs):
+        from mrv2_diff import interpreter
+
+        interpreter.prepare()
     from mrv2_diff.run import RunRequest, run_cases  # imports torch and vLLM: seconds
 
     request = RunRequest(
@@ -151,6 +176,9 @@ def _run(selection: Selection, on_step: OnStep) -> Iterator[Record]:
         pair=selection.pair,
         model=selection.model,
         graphs=selection.graphs,
+        further=selection.further,
+        small=selection.small,
+        referee=selection.referee,
     )
     return run_cases(request, on_step)
 

@@ -12,6 +12,7 @@ from mrv2_diff.compare.steps import OF_PROMPTS, Expectations, compare_ledgers, c
 from mrv2_diff.compare.tally import Place, Tally
 from mrv2_diff.observation import Observation
 from mrv2_diff.record import Latency, Memory
+from mrv2_diff.referee import Ruling
 from mrv2_diff.verdict import Divergence, Verdict
 
 _ALWAYS = (
@@ -63,26 +64,46 @@ class Outcome:
     crash: str | None = None
     inconclusive: str | None = None
     """Why nothing can be said."""
+    reference: str = "V1"
+    """What sentences call the reference."""
+    ruling: Ruling | None = None
+    """What the referee says of the rows on which the two disagree, where it was asked."""
     memory: dict[str, Memory] = field(default_factory=dict)
     latency: dict[str, Latency] = field(default_factory=dict)
 
 
 def judge(case: Case, outcome: Outcome) -> tuple[Verdict, str]:
-    """Return the verdict on a case and one sentence about it."""
+    """Return the verdict on a case and one sentence about it.
+
+    Where the referee was asked and clears the candidate in every row of logits in dispute, and
+    nothing before the logits differs, it is the reference that is wrong.
+    """
+    verdict, summary = _judge(case, outcome)
+    ruling, first = outcome.ruling, outcome.tally.first
+    if ruling is None or first is None:
+        return verdict, summary
+    if first.value == "logits" and verdict is Verdict.WRONG_VALUE and ruling.clears_candidate:
+        verdict = Verdict.REFERENCE_WRONG
+    return verdict, f"{summary}; {ruling.sentence(outcome.reference)}"
+
+
+def _judge(case: Case, outcome: Outcome) -> tuple[Verdict, str]:
     first = outcome.tally.first
     ignored = outcome.effects.ignored()
     if ignored and (first is None or first.value in ("processed_logits", right_rows.VALUE)):
-        return Verdict.IGNORED, _ignored(ignored)
+        return Verdict.IGNORED, _ignored(ignored, outcome.reference)
     if first is not None and first.value not in _FLOATS:  # a crash that follows is a consequence
-        return _fault(first)
+        return _fault(first, outcome.reference)
     if first is None and outcome.crash is not None:
         return Verdict.CRASHED, f"the candidate failed: {outcome.crash.strip().splitlines()[-1]}"
     if outcome.inconclusive is not None:
         return Verdict.INCONCLUSIVE, outcome.inconclusive
     if outcome.tally.not_finite:
-        return Verdict.INCONCLUSIVE, f"{outcome.tally.not_finite} of V1's logits are not finite"
+        return Verdict.INCONCLUSIVE, (
+            f"{outcome.tally.not_finite} of {outcome.reference}'s logits are not finite"
+        )
     if first is not None:
-        return _fault(first)
+        return _fault(first, outcome.reference)
     absent = _absent(case, outcome)
     if absent:
         return Verdict.MISSING, f"nothing was compared of: {', '.join(absent)}"
@@ -110,15 +131,15 @@ def _agreement(case: Case, tally: Tally, request_steps: int) -> tuple[Verdict, s
     return Verdict.MATCH, f"{total} values agree over {request_steps} request-steps"
 
 
-def _ignored(ignored: dict[str, list[str]]) -> str:
-    names = {"reference": "V1", "candidate": "the candidate"}
+def _ignored(ignored: dict[str, list[str]], reference: str) -> str:
+    names = {"reference": reference, "candidate": "the candidate"}
     parts = [f"{', '.join(what)} in {names[side]}" for side, what in ignored.items()]
     return f"no logit was changed by {'; '.join(parts)}"
 
 
-def _fault(first: Divergence) -> tuple[Verdict, str]:
+def _fault(first: Divergence, reference: str) -> tuple[Verdict, str]:
     verdicts = {"same shape": Verdict.WRONG_SHAPE, "present": Verdict.MISSING}
-    return verdicts.get(first.policy, Verdict.WRONG_VALUE), _sentence(first)
+    return verdicts.get(first.policy, Verdict.WRONG_VALUE), _sentence(first, reference)
 
 
 def add_step(
@@ -143,7 +164,7 @@ def add_step(
     if outcome.tally.stopped or (reference is None and candidate is None):
         return
     if reference is None or candidate is None:
-        who = "V1" if candidate is None else "the candidate"
+        who = outcome.reference if candidate is None else "the candidate"
         outcome.tally.missing(place, f"only {who} ran this step")
         return
     compare_step(outcome.tally, place, expected, reference, candidate, right)
@@ -277,11 +298,11 @@ def _compared(outcome: Outcome, value: str) -> int:
     return total.compared if total is not None else 0
 
 
-def _sentence(first: Divergence) -> str:
+def _sentence(first: Divergence, reference: str) -> str:
     where = f"step {first.step} ({first.mode})"
     whose = f" of {first.req_id} at {first.index}" if first.req_id else ""
     if first.value == right_rows.VALUE and first.reference:
         return f"{where}: {first.value}{whose} is {first.candidate}, right is {first.reference}"
     if not first.reference:
         return f"{where}: {first.value}: {first.candidate}"
-    return f"{where}: {first.value}{whose} is {first.candidate}, V1 has {first.reference}"
+    return f"{where}: {first.value}{whose} is {first.candidate}, {reference} has {first.reference}"

@@ -11,11 +11,11 @@ import shlex
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from mrv2.errors import ConfigError, UnsupportedByRunner
-from mrv2_diff import instruments, noise
+from mrv2_diff import instruments, interpreter, noise
 from mrv2_diff.apart import MODE, run_apart
 from mrv2_diff.case import Add, Case, EngineSpec, Event
 from mrv2_diff.compare import right
@@ -38,10 +38,17 @@ from mrv2_diff.lockstep.subjects import Subject
 from mrv2_diff.lockstep.worker import HarnessError, Pass, StepReport
 from mrv2_diff.models.checkpoint import cached_model
 from mrv2_diff.record import Record
+from mrv2_diff.referee import ABOVE, Disputes, Referee, rule
+from mrv2_diff.small import small_form
 from mrv2_diff.verdict import Verdict
 
 OnStep = Callable[[str, int], None]
 
+_NAMES = {"v1": "V1"}
+"""What sentences call a reference, where it is not by the name of its pair."""
+_BY_KERNELS = ("processed_logits", "logprobs")
+"""Values that runners make with kernels of their own from equal logits where Triton is interpreted.
+V1 against itself shows no rounding of theirs, so the bound is that of right values, which has it."""
 _WARMUP_STEPS = 3
 """Steps of a latency pass that do not count."""
 _MEASURED_STEPS = 40
@@ -54,13 +61,24 @@ class RunRequest:
 
     cases: tuple[Case, ...]
     pair: tuple[str, str]
-    """Reference and candidate; the reference is V1, which drives the engine."""
+    """Reference and candidate. V1 drives the engine; another reference runs beside it."""
+    further: tuple[tuple[str, str], ...] = ()
+    """Pairs that are compared as well, on the same engines."""
     model: Path | None
     """Checkpoint to run in place of the tiny ones; None: what each case names."""
     graphs: str = "none"
     """One of `GRAPHS` of a case: how steps may reach the device."""
     measures: bool = True
     """Whether passes for latency and memory follow those that compare."""
+    small: bool = False
+    """Whether cases run in their small form, without measures."""
+    referee: bool = False
+    """Whether a referee rules on rows of logits on which two runners disagree."""
+
+    @property
+    def pairs(self) -> tuple[tuple[str, str], ...]:
+        """All pairs."""
+        return (self.pair, *self.further)
 
 
 def run_cases(request: RunRequest, on_step: OnStep | None = None) -> Iterator[Record]:
@@ -74,10 +92,17 @@ def run_cases(request: RunRequest, on_step: OnStep | None = None) -> Iterator[Re
         ConfigError: An engine does not start, or there are no such graphs on this device.
     """
     device.check_graphs(request.graphs)
+    if interpreter.is_prepared():
+        interpreter.settle()
     compiled = "off" if os.environ.get("TORCH_COMPILE_DISABLE") == "1" else "on"
     kind = device.kind()
     environment = collect(kind, seed=0) | {"torch compile": compiled, "graphs": request.graphs}
+    if interpreter.is_prepared():
+        environment["triton"] += ", interpreted"
     cases = [case.on(kind) for case in request.cases]
+    if request.small:
+        cases = [small_form(case) for case in cases]
+        environment["form"] = "small"
     for case in cases:
         if case.apart is not None:
             yield _record_apart(case, request, environment)
@@ -86,7 +111,8 @@ def run_cases(request: RunRequest, on_step: OnStep | None = None) -> Iterator[Re
         cases = [case for case in together if case.engine == spec]
         with _Bench(spec, request, on_step or _ignore_step, environment) as bench:
             for case in cases:
-                yield bench.record(case)
+                for pair in request.pairs:
+                    yield bench.record(case, pair)
 
 
 class _Bench:
@@ -104,6 +130,7 @@ class _Bench:
         self._stack = ExitStack()
         self._engine_facts: dict[str, str] = {}
         """What only an engine on this device knows, for the records."""
+        self._referee: Referee | None = None
 
     def __enter__(self) -> "_Bench":
         return self
@@ -111,23 +138,25 @@ class _Bench:
     def __exit__(self, *exception: object) -> None:
         self._stack.close()
 
-    def record(self, case: Case) -> Record:
-        """Run one case and judge it."""
+    def record(self, case: Case, pair: tuple[str, str]) -> Record:
+        """Run one case on a pair and judge it."""
+        if pair[0] != "v1":  # where V1 departs says nothing of this reference
+            case = replace(case, departure=None)
         engine = self._ready()
         try:
-            outcome = self._passes(engine, case)
+            outcome = self._passes(engine, case, pair)
         except HarnessError:
             raise
         except UnsupportedByRunner as refusal:
             outcome = Outcome(Tally(None))
-            return self._record(case, outcome, Verdict.REFUSED, "; ".join(refusal.reasons))
+            return self._record(case, pair, outcome, Verdict.REFUSED, "; ".join(refusal.reasons))
         except Exception:  # noqa: BLE001 - a runner may fail in any way; the failure is the result
             self._stack.close()
             self._engine = None
             outcome = Outcome(Tally(None), crash=traceback.format_exc(limit=-6))
             summary = "the reference or its engine failed, where no case expects it"
-            return self._record(case, outcome, Verdict.INCONCLUSIVE, summary)
-        return self._record(case, outcome, *judge(case, outcome))
+            return self._record(case, pair, outcome, Verdict.INCONCLUSIVE, summary)
+        return self._record(case, pair, outcome, *judge(case, outcome))
 
     def _ready(self) -> LockstepEngine:
         if self._engine is None:
@@ -148,37 +177,61 @@ class _Bench:
                 }
         return self._engine
 
-    def _passes(self, engine: LockstepEngine, case: Case) -> Outcome:
+    def _passes(self, engine: LockstepEngine, case: Case, pair: tuple[str, str]) -> Outcome:
         if self._floor is None:
             self._floor = measure_floor(engine)
         bounds = {value: noise.MARGIN * floor for value, floor in self._floor.items()}
         bounds[right.VALUE] = right.BOUND
+        if interpreter.is_prepared():
+            for value in _BY_KERNELS:
+                bounds[value] = max(bounds[value], right.BOUND)
         bounds[OF_PROMPTS] = bounds["logprobs"]
         outcome = Outcome(
             Tally(bounds),
             inconclusive=floor_fault(self._floor, engine.arithmetic),
             graphs=self._request.graphs,
+            reference=_NAMES.get(pair[0], pair[0]),
         )
-        events, candidate = case.workload(), self._request.pair[1]
-        for mode, schedule in _modes(case, self._request.pair):
-            self._compare(engine, case, outcome, events, mode, schedule)
+        events, candidate = case.workload(), pair[1]
+        disputes = Disputes(bounds["logits"]) if self._request.referee else None
+        for mode, schedule in _modes(case, pair):
+            self._compare(engine, case, pair, outcome, events, mode, schedule, disputes)
             if outcome.crash is not None or outcome.tally.first is not None:
+                self._ask_referee(engine, outcome, disputes)
                 return outcome
-        for measure in (_measure_latency, _measure_memory) if self._request.measures else ():
+        measured = self._request.measures and not self._request.small and pair[0] == "v1"
+        for measure in (_measure_latency, _measure_memory) if measured else ():
             measure(engine, events, candidate, outcome)
             outcome.crash = engine.worker.crash
             if outcome.crash is not None:
                 return outcome
         return outcome
 
+    def _ask_referee(
+        self, engine: LockstepEngine, outcome: Outcome, disputes: Disputes | None
+    ) -> None:
+        """Let the referee rule on the rows in dispute, if there are any."""
+        if disputes is None or not disputes.rows or engine.dtype not in ABOVE:
+            return
+        assert self._floor is not None
+        if self._referee is None:
+            model = self._request.model or cached_model(self._spec.model)
+            self._referee = Referee(model, engine.dtype)
+        referee = self._referee
+        outcome.ruling = rule(
+            disputes, referee.logits, referee.rounded, referee.dtype, self._floor["logits"]
+        )
+
     def _compare(
         self,
         engine: LockstepEngine,
         case: Case,
+        pair: tuple[str, str],
         outcome: Outcome,
         events: tuple[Event, ...],
         mode: str,
         schedule: str,
+        disputes: Disputes | None,
     ) -> None:
         place = Place(mode if schedule == "same" else f"{mode}, {schedule}", 0)
         expected = expectations(events, case.engine.logprobs_mode)
@@ -188,7 +241,7 @@ class _Bench:
         values = right_values_of(case, outcome.effects)
         if values is not None:
             values.markers = engine.markers
-            values.spares_weightless = self._request.pair[1] != "v1"
+            values.spares_weightless = pair[1] == "mrv2"
 
         def listen(report: StepReport) -> None:
             place.step = report.number
@@ -198,15 +251,21 @@ class _Bench:
                 _count_events(outcome.events, report)
             if values is not None:
                 _announce(values, report)
+            if disputes is not None:
+                _dispute(disputes, place, report)
             if report.candidate_ran:
                 add_step(outcome, place, expected, report.reference, report.candidate, values)
                 add_ledgers(outcome, place, report.ledgers)
-            if values is not None and report.reference is not None:
-                values.commit(report.reference)
+            if values is not None and report.driver is not None:
+                values.commit(report.driver)
 
-        candidate = self._request.pair[1]
+        reference, candidate = pair
         settings = Pass(
-            candidate=candidate, forced=mode == "forced", schedule=schedule, listener=listen
+            candidate=candidate,
+            reference=reference,
+            forced=mode == "forced",
+            schedule=schedule,
+            listener=listen,
         )
         engine.run(events, settings)
         _count_modes(outcome, engine, candidate)
@@ -216,12 +275,19 @@ class _Bench:
             raise engine.worker.refusal
         outcome.crash = engine.worker.crash
 
-    def _record(self, case: Case, outcome: Outcome, verdict: Verdict, summary: str) -> Record:
+    def _record(
+        self,
+        case: Case,
+        pair: tuple[str, str],
+        outcome: Outcome,
+        verdict: Verdict,
+        summary: str,
+    ) -> Record:
         return Record(
             id=case.id,
             area=case.area,
             feature=case.feature,
-            pair=self._request.pair,
+            pair=pair,
             verdict=verdict,
             summary=_with_remark(summary, case),
             modes=tuple(outcome.modes),
@@ -236,13 +302,17 @@ class _Bench:
             logit_diffs=outcome.logit_diffs,
             first_divergence=outcome.tally.first,
             error=outcome.crash,
-            command=_command(case, self._request),
+            command=_command(case, pair, self._request),
             environment=self._environment | self._engine_facts,
         )
 
 
-def _command(case: Case, request: RunRequest) -> str:
-    parts = ["mrv2-diff", "run", "--case", case.id, "--pair", ",".join(request.pair)]
+def _command(case: Case, pair: tuple[str, str], request: RunRequest) -> str:
+    parts = ["mrv2-diff", "run", "--case", case.id, "--pair", ",".join(pair)]
+    if request.small and "vllm-v2" not in pair:
+        parts.append("--small")
+    if request.referee:
+        parts.append("--referee")
     if request.model is not None:
         parts += ["--model", request.model.name]
     if request.graphs != "none":
@@ -274,7 +344,7 @@ def _record_apart(case: Case, request: RunRequest, environment: dict[str, str]) 
         latency={},
         first_divergence=found.first,
         error=found.error,
-        command=_command(case, request),
+        command=_command(case, request.pair, request),
         environment=environment,
     )
 
@@ -331,6 +401,16 @@ def _announce(values: RightRows, report: StepReport) -> None:
     for request in report.scheduler_output.scheduled_new_reqs:
         params = request.sampling_params
         values.arrive(request.req_id, request.prompt_token_ids, params.all_stop_token_ids)
+
+
+def _dispute(disputes: Disputes, place: Place, report: StepReport) -> None:
+    """Note what a step leaves in dispute, then go on with its tokens, which V1 drew."""
+    for request in report.scheduler_output.scheduled_new_reqs:
+        disputes.arrive(request.req_id, request.prompt_token_ids)
+    if place.mode == "forced" and report.reference is not None and report.candidate is not None:
+        disputes.note(place, report.reference, report.candidate)
+    if report.driver is not None:
+        disputes.commit(report.driver)
 
 
 def _count_events(events: dict[str, int], report: StepReport) -> None:

@@ -45,7 +45,10 @@ class StepReport:
 
     number: int
     scheduler_output: SchedulerOutput
+    driver: Observation | None
+    """V1's, whose tokens the engine goes on with."""
     reference: Observation | None
+    """The same, unless the candidate is compared with another runner than V1."""
     candidate: Observation | None
     candidate_ran: bool
     """False if the candidate crashed in this step or before."""
@@ -67,8 +70,10 @@ class Pass:
     """How the engine's next steps are run."""
 
     candidate: str
+    reference: str = "v1"
+    """Any but V1 runs beside V1, which drives the engine; its failure is the pass's."""
     forced: bool
-    """Commit the reference's tokens in the candidate."""
+    """Commit V1's tokens in the others."""
     schedule: str = "same"
     observe: bool = True
     alternate: bool = False
@@ -93,6 +98,8 @@ class LockstepWorker(_Worker):
         self._kv_cache_config: KVCacheConfig | None = None
         self._pass: Pass | None = None
         self._steps: list[SchedulerOutput] = []
+        self._copy: SchedulerOutput | None = None
+        """The step, for a reference that is not V1."""
         self._number = 0
         self._report: StepReport | None = None
         self.crash: str | None = None
@@ -108,6 +115,10 @@ class LockstepWorker(_Worker):
         self._pass, self._number, self.crash, self.refusal = settings, 0, None, None
         self._reference.reset()
         self._reference.observe(settings.observe)
+        if settings.reference != "v1":
+            beside = self.candidate(settings.reference)
+            beside.reset()
+            beside.observe(settings.observe)
         try:
             candidate = self.candidate(settings.candidate)
             candidate.reset()
@@ -164,7 +175,8 @@ class LockstepWorker(_Worker):
         self._steps = (
             [] if self.crash else SCHEDULES[settings.schedule](copy.deepcopy(scheduler_output))
         )
-        self._report = StepReport(self._number, scheduler_output, None, None, False, None)
+        self._copy = copy.deepcopy(scheduler_output) if settings.reference != "v1" else None
+        self._report = StepReport(self._number, scheduler_output, None, None, None, False, None)
         self._number += 1
         if settings.alternate and self._number % 2:
             self._contained(lambda: self._run_candidate(None, None))
@@ -185,14 +197,14 @@ class LockstepWorker(_Worker):
             "reference", lambda: self._reference.sample(None, grammar_output)
         )
         if settings.observe:
-            report.reference = self._reference.observation()
+            report.driver = report.reference = self._reference.observation()
+        drawn = zip(output.req_ids, output.sampled_token_ids, strict=True)
+        forced = (
+            {req_id: tokens[0] for req_id, tokens in drawn if tokens} if settings.forced else None
+        )
+        if self._copy is not None:
+            self._run_other_reference(self._copy, forced, grammar_output)
         if self._steps:
-            drawn = zip(output.req_ids, output.sampled_token_ids, strict=True)
-            forced = (
-                {req_id: tokens[0] for req_id, tokens in drawn if tokens}
-                if settings.forced
-                else None
-            )
             self._contained(lambda: self._run_candidate(forced, grammar_output))
         self._tell()
         return output
@@ -208,7 +220,23 @@ class LockstepWorker(_Worker):
                 subject.runner.capture_model()  # the worker does it for the reference alone
         return subject
 
+    def _run_other_reference(
+        self, step: SchedulerOutput, forced: dict[str, int] | None, grammar: GrammarOutput | None
+    ) -> None:
+        """Run a step in the reference where that is not V1."""
+        settings, report = self._pass, self._report
+        assert settings is not None
+        assert report is not None
+        subject, state = self.candidate(settings.reference), device.random_state(self.device)
+        report.reference = None
+        if subject.execute(step) is None:
+            subject.sample(forced, grammar)
+            report.reference = subject.observation() if settings.observe else None
+        device.restore_random_state(self.device, state)
+
     def _finish_empty(self) -> None:
+        if self._copy is not None:
+            self._run_other_reference(self._copy, None, None)
         self._contained(self._run_empty)
         self._tell()
 
@@ -270,8 +298,13 @@ class LockstepWorker(_Worker):
     def _read_ledgers(self) -> None:
         assert self._pass is not None
         assert self._report is not None
+        reference: Subject = (
+            self._reference
+            if self._pass.reference == "v1"
+            else self.candidate(self._pass.reference)
+        )
         candidate = self.candidate(self._pass.candidate)
-        self._report.ledgers = self._reference.ledger(), candidate.ledger()
+        self._report.ledgers = reference.ledger(), candidate.ledger()
 
     def _tell(self) -> None:
         settings, report = self._pass, self._report

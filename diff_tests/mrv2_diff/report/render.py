@@ -8,6 +8,7 @@ from mrv2_diff.record import Record
 from mrv2_diff.report import markdown
 from mrv2_diff.report.environments import pairs_text
 from mrv2_diff.report.page import page
+from mrv2_diff.report.pairs import pairs_table
 from mrv2_diff.report.summary import summary_json
 
 FILES = ("summary.json", "PARITY.md", "index.html")
@@ -27,9 +28,16 @@ def render(records: Sequence[Record], out: Path) -> None:
         OSError: The folder cannot be written or the disk is full.
     """
     out.mkdir(parents=True, exist_ok=True)
-    section = markdown.section(records, f"Pair {pairs_text(records)}")
+    table = pairs_table(records)
+    if table is None:
+        sections = [markdown.section(records, f"Pair {pairs_text(records)}")]
+    else:
+        sections = [markdown.pairs_section(table)]
+        for pair in table.pairs:
+            of_pair = [record for record in records if record.pair == pair]
+            sections.append(markdown.section(of_pair, f"Pair {pairs_text(of_pair)}"))
     _replace(out / "summary.json", summary_json(records))
-    _replace(out / "PARITY.md", markdown.document([section], _RUN_PREFACE).encode())
+    _replace(out / "PARITY.md", markdown.document(sections, _RUN_PREFACE).encode())
     _replace(out / "index.html", page(records).encode())
 
 
@@ -58,12 +66,14 @@ def render_committed(root: Path) -> str:
 def _latest(path: Path) -> dict[tuple[tuple[str, str], str], dict[str, Record]]:
     """Return the last record of each case in a file that is only ever appended to.
 
-    By pair and by what a title says of CUDA graphs, nothing where there were none.
+    By pair and by what a title says of CUDA graphs and the cases' form, nothing where there were no
+    graphs and the cases are whole.
     """
     latest: dict[tuple[tuple[str, str], str], dict[str, Record]] = {}
     for kept in records_file.read(path):
         graphs = kept.environment.get("graphs", "none")
         said = "" if graphs == "none" else f", CUDA graphs {graphs}"
+        said += ", small form" if kept.environment.get("form") == "small" else ""
         latest.setdefault((kept.pair, said), {})[kept.id] = kept
     return latest
 

@@ -1,0 +1,101 @@
+"""The small form of a case: what is left of it for a runner that takes 0.1 to 0.3 s a step.
+
+The rule, for every case alike:
+
+- Requests: the greedy ones only, so that every runner must draw the same tokens; at most
+  `MAX_REQUESTS`: the first with each set of parameters, then those that are aborted, then others.
+- Steps: what arrives or is aborted does so within `LAST_EVENT` steps, in the same proportions; no
+  request has more than `MAX_OUTPUTS` tokens. So nearly all end within `MAX_STEPS`.
+- Prompts stay whole: chunks and cached prefixes depend on them.
+- Blocks: where a case expects preemptions, `SHARE_OF_BLOCKS` of what its requests need at their
+  ends, and no less than what one needs.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from fractions import Fraction
+
+from mrv2_diff.case import Abort, Add, Case, EngineSpec, Event
+
+MAX_REQUESTS = 4
+MAX_OUTPUTS = 10
+LAST_EVENT = 8
+MAX_STEPS = 30
+"""Of one pass; a longer one is still judged, and its record says so."""
+SHARE_OF_BLOCKS = Fraction(3, 4)
+LEAST_BLOCKS = 6
+"""Enough for the longest request of the noise floor's probe."""
+
+REMARK = f"in its small form, at most {MAX_REQUESTS} greedy requests of {MAX_OUTPUTS} tokens"
+
+
+def has_small_form(case: Case) -> bool:
+    """Whether anything is left of a case: a greedy request, in lockstep."""
+    return case.apart is None and bool(_adds(case.workload()))
+
+
+def small_form(case: Case) -> Case:
+    """Return a case cut down.
+
+    Raises:
+        ValueError: Nothing is left of it.
+    """
+    if not has_small_form(case):
+        raise ValueError(f"{case.id} has no greedy request that runs in lockstep")
+    events = _small_workload(case.workload())
+    engine = case.engine
+    if "preemptions" in case.expects:
+        engine = _tight(events, engine)
+    remark = f"{REMARK}; {case.remark}" if case.remark else REMARK
+    return replace(case, workload=lambda: events, engine=engine, remark=remark)
+
+
+def _adds(events: Sequence[Event]) -> list[Add]:
+    return [event for event in events if isinstance(event, Add) and event.temperature == 0.0]
+
+
+def _small_workload(events: tuple[Event, ...]) -> tuple[Event, ...]:
+    adds, aborts = _adds(events), _aborts(events)
+    firsts = list({(add.logprobs, add.options): add for add in reversed(adds)}.values())[::-1]
+    aborted = [add for add in adds if id(add) in aborts]
+    by_rank = list({id(add): add for add in (*firsts, *aborted, *adds)}.values())[:MAX_REQUESTS]
+    chosen = {id(add) for add in by_rank} | {id(aborts.get(id(add))) for add in by_rank}
+    kept = [event for event in events if id(event) in chosen]
+    begin, end = kept[0].step, kept[-1].step
+    pace = Fraction(min(LAST_EVENT, end - begin), max(1, end - begin))
+    return tuple(_cut(event, int((event.step - begin) * pace)) for event in kept)
+
+
+def _aborts(events: Sequence[Event]) -> dict[int, Abort]:
+    """Return the abort of each request, by the identity of its arrival; ids are used again."""
+    latest: dict[str, Add] = {}
+    found: dict[int, Abort] = {}
+    for event in events:
+        if isinstance(event, Add):
+            latest[event.req_id] = event
+        elif event.req_id in latest:
+            found[id(latest.pop(event.req_id))] = event
+    return found
+
+
+def _cut(event: Event, step: int) -> Event:
+    if isinstance(event, Abort):
+        return replace(event, step=step)
+    return replace(event, step=step, max_tokens=min(event.max_tokens, MAX_OUTPUTS))
+
+
+def _tight(events: Sequence[Event], engine: EngineSpec) -> EngineSpec:
+    """Return an engine with too few blocks for all requests at once; one is vLLM's own."""
+    needs = [
+        -(-(len(event.prompt) + event.max_tokens) // engine.block_size)
+        for event in events
+        if isinstance(event, Add)
+    ]
+    share = int(sum(needs) * SHARE_OF_BLOCKS)
+    usable = max(LEAST_BLOCKS, *needs, share - share % 2)  # even: cases then share engines
+    num_groups = len(set(engine.model.layer_types))
+    return replace(
+        engine,
+        num_blocks=1 + num_groups * usable,
+        max_model_len=min(engine.max_model_len, usable * engine.block_size),
+    )
