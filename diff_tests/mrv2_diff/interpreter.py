@@ -49,17 +49,6 @@ def is_prepared() -> bool:
     )
 
 
-def settle() -> None:
-    """Take back what vLLM concludes too much: one of its kernels does not run interpreted.
-
-    It is the one for top-k and top-p, in whose place vLLM has operations of torch, as on a CPU
-    without Triton. Call it once vLLM is imported.
-    """
-    from vllm.v1.sample.ops import topk_topp_sampler
-
-    topk_topp_sampler.HAS_TRITON = False
-
-
 def _refusal(message: str) -> Exception:
     from mrv2.errors import ConfigError  # imports kernels, which must come after the variable
 

@@ -47,8 +47,8 @@ OnStep = Callable[[str, int], None]
 _NAMES = {"v1": "V1"}
 """What sentences call a reference, where it is not by the name of its pair."""
 _BY_KERNELS = ("processed_logits", "logprobs")
-"""Values that runners make with kernels of their own from equal logits where Triton is interpreted.
-V1 against itself shows no rounding of theirs, so the bound is that of right values, which has it."""
+"""Values that runners make with kernels of their own, from equal logits, where Triton is
+interpreted. V1 against itself shows no rounding of theirs; the bound of right values has it."""
 _WARMUP_STEPS = 3
 """Steps of a latency pass that do not count."""
 _MEASURED_STEPS = 40
@@ -93,7 +93,7 @@ def run_cases(request: RunRequest, on_step: OnStep | None = None) -> Iterator[Re
     """
     device.check_graphs(request.graphs)
     if interpreter.is_prepared():
-        interpreter.settle()
+        device.settle_interpreter()
     compiled = "off" if os.environ.get("TORCH_COMPILE_DISABLE") == "1" else "on"
     kind = device.kind()
     environment = collect(kind, seed=0) | {"torch compile": compiled, "graphs": request.graphs}
@@ -326,7 +326,8 @@ def _with_remark(summary: str, case: Case) -> str:
 
 def _record_apart(case: Case, request: RunRequest, environment: dict[str, str]) -> Record:
     model = request.model or cached_model(case.engine.model)
-    found = run_apart(case, model, device.kind(), request.graphs)
+    referee = Referee(model, case.engine.dtype) if request.referee else None
+    found = run_apart(case, model, device.kind(), request.graphs, referee)
     return Record(
         id=case.id,
         area=case.area,

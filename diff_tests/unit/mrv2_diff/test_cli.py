@@ -1,5 +1,6 @@
 """The command line: exit codes, last lines, and what happens to records when things go wrong."""
 
+import itertools
 import json
 import re
 import resource
@@ -17,7 +18,7 @@ import pytest
 from mrv2.errors import ConfigError, UnsupportedByRunner
 from mrv2_diff import help_texts
 from mrv2_diff import record as records_file
-from mrv2_diff.case import Case, EngineSpec
+from mrv2_diff.case import Add, Case, EngineSpec
 from mrv2_diff.cli import TRACEBACK_VAR, main
 from mrv2_diff.device_bench.bench import Outcome
 from mrv2_diff.device_bench.options import Options
@@ -103,7 +104,8 @@ class FakeHarness:
 
     def run(self, selection: Selection, on_step: OnStep) -> Iterator[Record]:
         self.selections.append(selection)
-        for case in selection.cases:
+        form = {"form": "small"} if selection.small else {}
+        for case, pair in itertools.product(selection.cases, selection.pairs):
             on_step(case.id, 0)
             if case.id in self.fails_at:
                 raise self.fails_at[case.id]
@@ -111,10 +113,10 @@ class FakeHarness:
             yield self.make_record(
                 id=case.id,
                 area=case.area,
-                pair=selection.pair,
+                pair=pair,
                 verdict=self.verdicts.get(case.id, Verdict.MATCH),
                 summary="what happened" + "." * self.padding,
-                environment=self.environment,
+                environment={**self.environment, **form},
             )
 
     def soak(self, request: Soak, on_progress: OnProgress) -> SoakResult:
@@ -255,7 +257,18 @@ def test_a_case_without_a_record_fails_the_run(
     [
         (["--case", "gredy"], "no case is called 'gredy'; choose from: greedy, seeded, churn"),
         (["--area", "row"], "no area is called 'row'; choose from: rows, sampling"),
-        (["--pair", "v1,v3"], "no pair is called 'v1,v3'; choose v1,mrv2 or v1,v1"),
+        (
+            ["--pair", "v1,v3"],
+            "no pair is called 'v1,v3'; choose v1,mrv2 or v1,v1 or v1,vllm-v2 or mrv2,vllm-v2",
+        ),
+        (["--runners", "v1,v3"], "no runner is called 'v3'; choose from: v1, mrv2, vllm-v2"),
+        (["--runners", "v1"], "--runners v1 makes no pair; name two or three of v1, mrv2, vllm-v2"),
+        (["--runners", "v1,v1"], "--runners v1,v1 makes no pair"),
+        (["--runners", "v1,vllm-v2"], "nothing is left of these cases in a small form"),
+        (
+            ["--pair", "v1,vllm-v2", "--case", "greedy"],
+            "nothing is left of greedy in a small form: each needs a greedy request",
+        ),
         (["--model", "nowhere"], "model folder nowhere does not exist or is a file; name a folder"),
     ],
 )
@@ -387,6 +400,63 @@ def test_resume_takes_only_records_of_the_same_pair_and_model(
     labels = [record.environment["model"] for record in records_file.read(out / "records.jsonl")]
     assert len(set(labels)) == 3
     assert str(tmp_path) not in " ".join(labels)
+
+
+@pytest.fixture
+def greedy_catalog(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let two cases of the catalog have a greedy request, and with it a small form."""
+    for name in ("greedy", "churn"):
+        add = Add(step=0, req_id="a", prompt=(1, 2), max_tokens=3)
+        monkeypatch.setitem(CATALOG, name, replace(CATALOG[name], workload=lambda add=add: (add,)))
+
+
+@pytest.mark.usefixtures("greedy_catalog")
+def test_three_runners_are_compared_pair_by_pair_on_small_cases(
+    fake: FakeHarness, tmp_path: Path, capsys: Capture
+) -> None:
+    fake.verdicts["churn"] = Verdict.NEAR_TIE
+    assert fake("run", "--runners", "vllm-v2,v1,mrv2", "--out", tmp_path) == 0
+    (selection,) = fake.selections
+    assert selection.pairs == (("v1", "mrv2"), ("v1", "vllm-v2"), ("mrv2", "vllm-v2"))
+    assert selection.small
+    assert fake.ran == ["greedy"] * 3 + ["churn"] * 3
+    printed = capsys.readouterr().out.splitlines()
+    assert [re.split("  +", line) for line in printed[-4:-1]] == [
+        ["case", "v1,mrv2", "v1,vllm-v2", "mrv2,vllm-v2"],
+        ["greedy", "match", "match", "match"],
+        ["churn", "near tie", "near tie", "near tie"],
+    ]
+    assert printed[-1] == "parity: 6 cases, 3 match, 3 near tie"
+    assert len(list(records_file.read(tmp_path / "records.jsonl"))) == 6
+
+
+@pytest.mark.usefixtures("greedy_catalog")
+def test_small_and_whole_records_of_a_case_stand_beside_each_other(
+    fake: FakeHarness, tmp_path: Path
+) -> None:
+    options = ("--out", tmp_path, "--case", "greedy", "--resume")
+    for _ in range(2):
+        assert fake("run", *options) == 0
+        assert fake("run", *options, "--small") == 0
+    assert fake.ran == ["greedy"] * 2
+    assert [selection.small for selection in fake.selections] == [False, True]
+    assert len(list(records_file.read(tmp_path / "records.jsonl"))) == 2
+
+
+@pytest.mark.usefixtures("greedy_catalog")
+def test_a_case_is_resumed_with_all_its_pairs(fake: FakeHarness, tmp_path: Path) -> None:
+    options = ("--out", tmp_path, "--case", "greedy", "--resume")
+    assert fake("run", *options, "--pair", "v1,vllm-v2") == 0
+    assert fake("run", *options, "--runners", "v1,mrv2,vllm-v2") == 0
+    assert fake.ran == ["greedy"] * 4
+    assert fake("run", *options, "--runners", "v1,mrv2,vllm-v2") == 0
+    assert fake.ran == ["greedy"] * 4
+
+
+def test_the_referee_is_asked_on_request(fake: FakeHarness, tmp_path: Path) -> None:
+    fake("run", "--out", tmp_path)
+    fake("run", "--out", tmp_path, "--referee")
+    assert [selection.referee for selection in fake.selections] == [False, True]
 
 
 def test_resume_takes_only_records_of_the_same_graphs(fake: FakeHarness, tmp_path: Path) -> None:

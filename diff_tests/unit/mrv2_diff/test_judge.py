@@ -22,6 +22,7 @@ from mrv2_diff.judge import (
 )
 from mrv2_diff.models.spec import ModelSpec
 from mrv2_diff.observation import Observation
+from mrv2_diff.referee import Ruling
 from mrv2_diff.verdict import Verdict
 
 Observe = Callable[..., Observation]
@@ -463,3 +464,54 @@ def test_a_departure_excuses_no_other_row(observe: Observe, verdict: Verdict) ->
     candidate = _cut(step, 4.0)
     candidate.processed_logits[0, 0] += 1.0
     assert _steps(_departing(verdict), _cut(step, 5.0), candidate)[0] is Verdict.WRONG_VALUE
+
+
+# The referee.
+
+
+def _ruling(reference_wrong: int, candidate_wrong: int) -> Ruling:
+    num_rows = reference_wrong + candidate_wrong
+    return Ruling(
+        num_disputed=num_rows,
+        num_ruled=num_rows,
+        reference_wrong=reference_wrong,
+        candidate_wrong=candidate_wrong,
+        both_wrong=0,
+        nearer={"reference": candidate_wrong, "candidate": reference_wrong},
+        distances=(900.0, 2.0),
+        limit=20.0,
+        dtype="float64",
+    )
+
+
+@pytest.mark.parametrize(
+    ("ruling", "verdict"),
+    [
+        (_ruling(2, 0), Verdict.REFERENCE_WRONG),
+        (_ruling(2, 1), Verdict.WRONG_VALUE),
+        (_ruling(0, 2), Verdict.WRONG_VALUE),
+    ],
+)
+def test_the_referee_must_clear_the_candidate_in_every_row(
+    observe: Observe, ruling: Ruling, verdict: Verdict
+) -> None:
+    reference = observe(num_logprobs=3)
+    candidate = observe(num_logprobs=3, logits=(reference.logits + 1.0).tolist())
+    outcome = _run(_outcome(ruling=ruling), reference, candidate)
+    found, summary = _judge(outcome)
+    assert found is verdict
+    assert "the referee (float64) is nearer" in summary
+
+
+def test_the_referee_excuses_no_other_value(observe: Observe) -> None:
+    reference = observe(num_logprobs=3)
+    candidate = dataclasses.replace(reference, positions=reference.positions + 1)
+    outcome = _run(_outcome(ruling=_ruling(2, 0)), reference, candidate)
+    assert _judge(outcome)[0] is Verdict.WRONG_VALUE
+
+
+def test_sentences_name_the_reference(observe: Observe) -> None:
+    reference = observe(num_logprobs=3)
+    candidate = dataclasses.replace(reference, positions=reference.positions + 1)
+    outcome = _run(_outcome(reference="mrv2"), reference, candidate)
+    assert _judge(outcome)[1].endswith(", mrv2 has 7")

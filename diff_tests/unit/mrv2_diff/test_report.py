@@ -11,7 +11,8 @@ import pytest
 
 from mrv2_diff import record as records_file
 from mrv2_diff.record import Record
-from mrv2_diff.report import figures, parity_line, plots, render, render_committed
+from mrv2_diff.report import figures, pairs_table, parity_line, plots, render, render_committed
+from mrv2_diff.report.figures import MISSING
 from mrv2_diff.report.markdown import escape
 from mrv2_diff.report.page import page
 from mrv2_diff.verdict import Divergence, Verdict
@@ -331,3 +332,43 @@ def test_a_page_marks_what_failed_and_nothing_that_passed(
     )
     theirs = verdict in (Verdict.REFERENCE_WRONG, Verdict.REFERENCE_CRASHED)
     assert ("in 1 the fault that it shows is the reference's" in text) is theirs
+
+
+# Three runners.
+
+
+def _of_three(make_record: MakeRecord) -> list[Record]:
+    pairs = (("v1", "mrv2"), ("v1", "vllm-v2"), ("mrv2", "vllm-v2"))
+    records = [
+        make_record(id=f"case_{number}", pair=pair) for number in (1, 2) for pair in pairs[:-1]
+    ]
+    wrong = make_record(id="case_2", pair=pairs[-1], verdict=Verdict.WRONG_VALUE)
+    return [*records, wrong]
+
+
+def test_three_runners_give_a_table_of_cases_by_pairs(
+    make_record: MakeRecord, tmp_path: Path
+) -> None:
+    records = _of_three(make_record)
+    table = pairs_table(records)
+    assert table is not None
+    assert [re.split("  +", line) for line in table.lines] == [
+        ["case", "v1,mrv2", "v1,vllm-v2", "mrv2,vllm-v2"],
+        ["case_1", "match", "match", MISSING],
+        ["case_2", "match", "match", "wrong value"],
+    ]
+    render(records, tmp_path)
+    parity = (tmp_path / "PARITY.md").read_text()
+    assert "| Case | v1 and mrv2 | v1 and vllm-v2 | mrv2 and vllm-v2 |" in parity
+    assert "| case_2 | match | match | wrong value |" in parity
+    assert parity.count("## Pair ") == 3
+    page = (tmp_path / "index.html").read_text()
+    assert "Case by pair" in page
+    assert page.count("case_2, mrv2 and vllm-v2") == 1
+
+
+def test_two_runners_give_none(make_record: MakeRecord, tmp_path: Path) -> None:
+    records = [make_record(), make_record(pair=("v1", "v1"))]
+    assert pairs_table(records) is None
+    render(records, tmp_path)
+    assert "Case by pair" not in (tmp_path / "index.html").read_text()
