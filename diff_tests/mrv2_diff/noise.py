@@ -21,8 +21,14 @@ less.
 SCHEDULES = ("reordered", "other neighbours", "other chunks")
 
 
-def probe() -> tuple[Add, ...]:
-    """Return 40 requests of all kinds.
+NUM_REQUESTS = 40
+FEW_REQUESTS = 10
+"""For cases in their small form, in a process that is slow. A smaller sample finds a lower floor, if
+another, and judges more strictly."""
+
+
+def probe(num_requests: int = NUM_REQUESTS) -> tuple[Add, ...]:
+    """Return so many requests of all kinds.
 
     Short and long prompts, greedy and random, with and without logprobs.
 
@@ -39,6 +45,6 @@ def probe() -> tuple[Add, ...]:
             temperature=source.choice((0.0, 0.0, 0.7, 1.3)),
             logprobs=source.choice((None, 5)),
         )
-        for index in range(40)
+        for index in range(num_requests)
     ]
     return tuple(sorted(events, key=lambda event: event.step))

@@ -179,7 +179,8 @@ class _Bench:
 
     def _passes(self, engine: LockstepEngine, case: Case, pair: tuple[str, str]) -> Outcome:
         if self._floor is None:
-            self._floor = measure_floor(engine)
+            few = noise.FEW_REQUESTS if self._request.small else noise.NUM_REQUESTS
+            self._floor = measure_floor(engine, few)
         bounds = {value: noise.MARGIN * floor for value, floor in self._floor.items()}
         bounds[right.VALUE] = right.BOUND
         if interpreter.is_prepared():
@@ -350,13 +351,15 @@ def _record_apart(case: Case, request: RunRequest, environment: dict[str, str]) 
     )
 
 
-def measure_floor(engine: LockstepEngine) -> dict[str, float]:
+def measure_floor(
+    engine: LockstepEngine, num_requests: int = noise.NUM_REQUESTS
+) -> dict[str, float]:
     """Return the reference's largest difference from itself, in spacings, by kind of value.
 
     Raises:
         RuntimeError: The reference fails beside itself, or is given other inputs.
     """
-    events = noise.probe()
+    events = noise.probe(num_requests)
     expected = expectations(events, engine.logprobs_mode)
     tally = Tally(None)
 
