@@ -23,8 +23,8 @@ SCHEDULES = ("reordered", "other neighbours", "other chunks")
 
 NUM_REQUESTS = 40
 FEW_REQUESTS = 10
-"""For cases in their small form, in a process that is slow. A smaller sample finds a lower floor, if
-another, and judges more strictly."""
+"""For cases in their small form, in a process that is slow. A smaller sample finds a lower floor,
+where it finds another, and judges more strictly."""
 
 
 def probe(num_requests: int = NUM_REQUESTS) -> tuple[Add, ...]:

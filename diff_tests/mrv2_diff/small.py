@@ -22,7 +22,7 @@ MAX_OUTPUTS = 10
 LAST_EVENT = 8
 MAX_STEPS = 30
 """Of one pass; a longer one is still judged, and its record says so."""
-SHARE_OF_BLOCKS = Fraction(3, 4)
+SHARE_OF_BLOCKS = Fraction(1, 2)
 LEAST_BLOCKS = 6
 """Enough for the longest request of the noise floor's probe."""
 

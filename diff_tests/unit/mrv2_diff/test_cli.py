@@ -18,7 +18,7 @@ import pytest
 from mrv2.errors import ConfigError, UnsupportedByRunner
 from mrv2_diff import help_texts
 from mrv2_diff import record as records_file
-from mrv2_diff.case import Add, Case, EngineSpec
+from mrv2_diff.case import Add, Case, EngineSpec, Event
 from mrv2_diff.cli import TRACEBACK_VAR, main
 from mrv2_diff.device_bench.bench import Outcome
 from mrv2_diff.device_bench.options import Options
@@ -402,12 +402,15 @@ def test_resume_takes_only_records_of_the_same_pair_and_model(
     assert str(tmp_path) not in " ".join(labels)
 
 
+def _one_greedy() -> tuple[Event, ...]:
+    return (Add(step=0, req_id="a", prompt=(1, 2), max_tokens=3),)
+
+
 @pytest.fixture
 def greedy_catalog(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let two cases of the catalog have a greedy request, and with it a small form."""
     for name in ("greedy", "churn"):
-        add = Add(step=0, req_id="a", prompt=(1, 2), max_tokens=3)
-        monkeypatch.setitem(CATALOG, name, replace(CATALOG[name], workload=lambda add=add: (add,)))
+        monkeypatch.setitem(CATALOG, name, replace(CATALOG[name], workload=_one_greedy))
 
 
 @pytest.mark.usefixtures("greedy_catalog")
