@@ -7,8 +7,9 @@ The rule, for every case alike:
 - Steps: what arrives or is aborted does so within `LAST_EVENT` steps, in the same proportions; no
   request has more than `MAX_OUTPUTS` tokens. So nearly all end within `MAX_STEPS`.
 - Prompts stay whole: chunks and cached prefixes depend on them.
-- Blocks: where a case expects preemptions, `SHARE_OF_BLOCKS` of what its requests need at their
-  ends, and no less than what one needs.
+- Where a case expects preemptions, there are `SHARE_OF_BLOCKS` of the blocks that its requests need
+  at their ends, no less than what one needs, and prompts are cut to end `BEFORE_BLOCK` tokens before
+  a block does, so that requests soon want another one.
 """
 
 from collections.abc import Sequence
@@ -25,6 +26,8 @@ MAX_STEPS = 30
 SHARE_OF_BLOCKS = Fraction(1, 2)
 LEAST_BLOCKS = 6
 """Enough for the longest request of the noise floor's probe."""
+
+BEFORE_BLOCK = 2
 
 REMARK = f"in its small form, at most {MAX_REQUESTS} greedy requests of {MAX_OUTPUTS} tokens"
 
@@ -45,6 +48,7 @@ def small_form(case: Case) -> Case:
     events = _small_workload(case.workload())
     engine = case.engine
     if "preemptions" in case.expects:
+        events = tuple(_cut_before_block(event, engine.block_size) for event in events)
         engine = _tight(events, engine)
     remark = f"{REMARK}; {case.remark}" if case.remark else REMARK
     return replace(case, workload=lambda: events, engine=engine, remark=remark)
@@ -82,6 +86,13 @@ def _cut(event: Event, step: int) -> Event:
     if isinstance(event, Abort):
         return replace(event, step=step)
     return replace(event, step=step, max_tokens=min(event.max_tokens, MAX_OUTPUTS))
+
+
+def _cut_before_block(event: Event, block_size: int) -> Event:
+    if isinstance(event, Abort):
+        return event
+    length = (len(event.prompt) + BEFORE_BLOCK) // block_size * block_size - BEFORE_BLOCK
+    return replace(event, prompt=event.prompt[:length]) if length > 0 else event
 
 
 def _tight(events: Sequence[Event], engine: EngineSpec) -> EngineSpec:
