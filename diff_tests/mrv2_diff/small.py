@@ -8,8 +8,8 @@ The rule, for every case alike:
   request has more than `MAX_OUTPUTS` tokens. So nearly all end within `MAX_STEPS`.
 - Prompts stay whole: chunks and cached prefixes depend on them.
 - Where a case expects preemptions, there are `SHARE_OF_BLOCKS` of the blocks that its requests need
-  at their ends, no less than what one needs, and prompts are cut to end `BEFORE_BLOCK` tokens before
-  a block does, so that requests soon want another one.
+  at their ends, no less than what one needs; and each prompt is cut to end `BEFORE_BLOCK` tokens
+  before a block does, so that requests soon want another one.
 """
 
 from collections.abc import Sequence
