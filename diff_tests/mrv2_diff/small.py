@@ -5,11 +5,12 @@ The rule, for every case alike:
 - Requests: the greedy ones only, so that every runner must draw the same tokens; at most
   `MAX_REQUESTS`: the first with each set of parameters, then those that are aborted, then others.
 - Steps: what arrives or is aborted does so within `LAST_EVENT` steps, in the same proportions; no
-  request has more than `MAX_OUTPUTS` tokens. So nearly all end within `MAX_STEPS`.
+  request has more than `MAX_OUTPUTS` tokens, or must have more than half of them. So nearly all end
+  within `MAX_STEPS`.
 - Prompts stay whole: chunks and cached prefixes depend on them.
 - Where a case expects preemptions, there are `SHARE_OF_BLOCKS` of the blocks that its requests need
   at their ends, no less than what one needs; and each prompt is cut to end `BEFORE_BLOCK` tokens
-  before a block does, so that requests soon want another one.
+  before a block does, so that requests soon want another one; and all arrive at once.
 """
 
 from collections.abc import Sequence
@@ -85,14 +86,20 @@ def _aborts(events: Sequence[Event]) -> dict[int, Abort]:
 def _cut(event: Event, step: int) -> Event:
     if isinstance(event, Abort):
         return replace(event, step=step)
-    return replace(event, step=step, max_tokens=min(event.max_tokens, MAX_OUTPUTS))
+    options = tuple(
+        (name, min(value, MAX_OUTPUTS // 2) if isinstance(value, int) else value)
+        if name == "min_tokens"
+        else (name, value)
+        for name, value in event.options
+    )
+    return replace(event, step=step, max_tokens=min(event.max_tokens, MAX_OUTPUTS), options=options)
 
 
 def _cut_before_block(event: Event, block_size: int) -> Event:
     if isinstance(event, Abort):
         return event
     length = (len(event.prompt) + BEFORE_BLOCK) // block_size * block_size - BEFORE_BLOCK
-    return replace(event, prompt=event.prompt[:length]) if length > 0 else event
+    return replace(event, step=0, prompt=event.prompt[: length if length > 0 else None])
 
 
 def _tight(events: Sequence[Event], engine: EngineSpec) -> EngineSpec:

@@ -1,5 +1,7 @@
 """The small form of every case keeps to its bounds, and to what the case is about."""
 
+from typing import Any
+
 import pytest
 
 from mrv2_diff.case import Abort, Add, Case, EngineSpec, Event
@@ -53,6 +55,8 @@ def test_every_small_form_keeps_to_its_bounds(case: Case) -> None:
     assert 1 <= len(adds) <= MAX_REQUESTS
     assert small.deterministic
     assert max(add.max_tokens for add in adds) <= MAX_OUTPUTS
+    least: list[Any] = [add.further.get("min_tokens", 0) for add in adds]
+    assert max(least) < MAX_OUTPUTS
     assert [event.step for event in events] == sorted(event.step for event in events)
     assert events[0].step == 0
     assert events[-1].step <= LAST_EVENT
