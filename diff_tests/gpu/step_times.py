@@ -21,26 +21,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-QWEN3_0_6B = {
-    "architectures": ["Qwen3ForCausalLM"],
-    "model_type": "qwen3",
-    "vocab_size": 151936,
-    "hidden_size": 1024,
-    "intermediate_size": 3072,
-    "num_hidden_layers": 28,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "max_position_embeddings": 40960,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 1000000.0,
-    "hidden_act": "silu",
-    "attention_bias": False,
-    "tie_word_embeddings": True,
-    "dtype": "bfloat16",
-    "bos_token_id": 151643,
-    "eos_token_id": 151645,
-}
+from mrv2_diff.models.shapes import QWEN3_0_6B
+
 ENGINE: dict[str, Any] = {
     "load_format": "dummy",
     "skip_tokenizer_init": True,

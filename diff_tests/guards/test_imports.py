@@ -21,6 +21,7 @@ VLLM_DOORS = (
     "mrv2_diff/lockstep.py",
     "mrv2_diff/lockstep/",
     "mrv2_diff/schedules/",
+    "mrv2_diff/traces/",
 )
 
 

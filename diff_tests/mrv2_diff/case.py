@@ -215,6 +215,10 @@ class Case:
     """None: the case runs in lockstep."""
     remark: str = ""
     """Said in the record behind its summary."""
+    file: str | None = None
+    """Name of the file that it was read from; None for a case of the catalog."""
+    fault: str | None = None
+    """Mutant that is put into the candidate as long as the case runs."""
 
     def on(self, device: str) -> "Case":
         """Return the case as it is run on a device: without faults that V1 has not there."""

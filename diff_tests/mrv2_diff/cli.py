@@ -5,16 +5,15 @@ Nothing heavy is imported before a command needs it, so that `--help` is instant
 
 import argparse
 import dataclasses
-import difflib
 import itertools
 import json
 import os
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from mrv2_diff import help_texts
 from mrv2_diff.case import GRAPHS, Case
@@ -28,16 +27,23 @@ from mrv2_diff.harness import (
     MAX_TRANSLATED_GROWTH,
     PAIRS,
     RUNNERS,
+    TRACED_RUNNERS,
     UPSTREAM,
     Harness,
+    Recording,
     Selection,
     Soak,
+    TraceReplay,
     installed_harness,
 )
 from mrv2_diff.record import Record
 from mrv2_diff.records_folder import RECORDS, RecordsFolder, RecordsFolderError
 from mrv2_diff.schedules import actions
 from mrv2_diff.schedules.result import LONG_SECONDS, SoakResult, invariance_table, summary
+from mrv2_diff.selection import SelectionError, case_in, check_known, pair_named, selected
+
+if TYPE_CHECKING:
+    from mrv2_diff.shrinking.request import Result
 
 _T = TypeVar("_T")
 
@@ -56,8 +62,13 @@ _SOURCES = ("commit", "mrv2", "vllm", "torch")
 """Of an environment: what decides the outcome of a case. A record of another one is out of date."""
 
 MAX_SOAK_MINUTES = 24 * 60
+MAX_SHRINK_SECONDS = 24 * 3600
+MAX_REPEAT = 1000
+MAX_MUTANTS = 1000
 
 LATEST = Path("reports/latest")
+FAILING = "failing"
+"""Folder in that of a run, with a file for each case that fails."""
 COMMITTED = Path("reports")
 
 
@@ -72,7 +83,7 @@ def main(argv: Sequence[str] | None = None, *, harness: Harness | None = None) -
     parsed = _parser().parse_args(arguments)
     try:
         return _COMMANDS[parsed.command](parsed, harness)
-    except (BadInputError, RecordsFolderError) as error:
+    except (BadInputError, RecordsFolderError, SelectionError) as error:
         if os.environ.get(TRACEBACK_VAR):
             traceback.print_exception(error)
         print(f"mrv2-diff {parsed.command}: {error}", file=sys.stderr)
@@ -103,7 +114,9 @@ def _parser() -> argparse.ArgumentParser:
     _add_cases(commands)
     _add_bench(commands)
     _add_soak(commands)
+    _add_record(commands)
     _add_replay(commands)
+    _add_shrink(commands)
     _add_invariance(commands)
     _add_host_cost(commands)
     _add_command(commands, "check-surface", help_texts.CHECK_SURFACE)
@@ -132,6 +145,8 @@ def _add_run(commands: "_Commands[argparse.ArgumentParser]") -> None:
                      "area; may be given again")  # fmt: skip
     run.add_argument("--case", action="append", default=[], metavar="ID", help="one case, besides "
                      "those of --area; may be given again")  # fmt: skip
+    run.add_argument("--case-file", action="append", type=Path, default=[], metavar="FILE",
+                     help="a case that shrink or run wrote; may be given again")  # fmt: skip
     pairs = run.add_mutually_exclusive_group()
     pairs.add_argument("--pair", default="v1,mrv2", metavar="REF,CAND",
                        help="reference and candidate: v1,mrv2 (default), v1,v1, v1,vllm-v2 or "
@@ -298,9 +313,70 @@ def _add_soak(commands: "_Commands[argparse.ArgumentParser]") -> None:
                       help="for a failing schedule (default: %(default)s)")  # fmt: skip
 
 
+def _add_record(commands: "_Commands[argparse.ArgumentParser]") -> None:
+    record = _add_command(commands, "record", help_texts.RECORD)
+    record.add_argument("--out", type=Path, required=True, metavar="FILE",
+                        help="trace to write; it must not be there yet")  # fmt: skip
+    record.add_argument("--runner", choices=TRACED_RUNNERS, help="MRV2_RUNNER of the "
+                        "command (default: as it is set)")  # fmt: skip
+    record.add_argument("--private", action="store_true", help="replace prompts, answers, lists of "
+                        "tokens and request ids by noise of the same length")  # fmt: skip
+    record.add_argument("program", nargs=argparse.REMAINDER, metavar="-- COMMAND", help="what "
+                        "starts the engine, with its arguments")  # fmt: skip
+
+
 def _add_replay(commands: "_Commands[argparse.ArgumentParser]") -> None:
     replay = _add_command(commands, "replay", help_texts.REPLAY)
-    replay.add_argument("file", type=Path, metavar="FILE", help="schedule that soak wrote")
+    replay.add_argument("file", type=Path, metavar="FILE", help="trace that record wrote, or "
+                        "schedule that soak wrote")  # fmt: skip
+    trace = replay.add_argument_group("of a trace")
+    trace.add_argument("--runner", choices=TRACED_RUNNERS, help="(default: mrv2)")
+    how = trace.add_mutually_exclusive_group()
+    how.add_argument("--forced", action="store_true", help="commit the recorded tokens, so that "
+                     "every step is as it was (the default)")  # fmt: skip
+    how.add_argument("--free", action="store_true", help="commit the runner's own tokens")
+    trace.add_argument("--against", choices=TRACED_RUNNERS, help="compare with another "
+                       "runner's replay instead of the recorded tokens (a private trace always "
+                       "does)")  # fmt: skip
+    trace.add_argument("--model", type=Path, metavar="DIR", help="the recorded model (default: "
+                       "the tiny one that was recorded)")  # fmt: skip
+    trace.add_argument("--salvage", action="store_true", help="play the whole steps that precede "
+                       "a damage")  # fmt: skip
+
+
+def _add_shrink(commands: "_Commands[argparse.ArgumentParser]") -> None:
+    shrink = _add_command(commands, "shrink", help_texts.SHRINK)
+    shrink.add_argument("case", nargs="?", metavar="CASE", help="id of a case, or a case file "
+                        "(default: the case of each --mutant)")  # fmt: skip
+    shrink.add_argument("--mutant", action="append", default=[], metavar="NAME", help="fault to "
+                        "plant in the candidate; may be given again")  # fmt: skip
+    shrink.add_argument("--mutants", type=_whole_number(MAX_MUTANTS), metavar="N",
+                        help="so many faults, of as many cases as there are")  # fmt: skip
+    shrink.add_argument("--pair", metavar="REF,CAND", help="reference and candidate (default: the "
+                        "file's, or v1,mrv2)")  # fmt: skip
+    shrink.add_argument("--model", type=Path, metavar="DIR", help="checkpoint to run on, instead "
+                        "of the tiny one that each case names")  # fmt: skip
+    shrink.add_argument("--graphs", choices=GRAPHS, default="none", help="as for run "
+                        "(default: %(default)s)")  # fmt: skip
+    shrink.add_argument("--repeat", type=_whole_number(MAX_REPEAT), default=3, metavar="N",
+                        help="runs before and after, and of each try where the failure is flaky "
+                        "(default: %(default)s)")  # fmt: skip
+    shrink.add_argument("--seconds", type=_seconds, default=60.0, metavar="S", help="processor "
+                        "time for each case, beside its engine's start (default: "
+                        "%(default)g)")  # fmt: skip
+    shrink.add_argument("--simpler-engine", action="store_true", help="try a simpler engine at "
+                        "the end, which takes another start")  # fmt: skip
+    shrink.add_argument("--out", type=Path, default=LATEST / "short", metavar="DIR", help="for "
+                        "ID.json and test_ID.py (default: %(default)s)")  # fmt: skip
+
+
+def _seconds(text: str) -> float:
+    seconds = _one_number(float, text)
+    if not 0.0 < seconds <= MAX_SHRINK_SECONDS:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no number of seconds above 0 and up to {MAX_SHRINK_SECONDS}"
+        )
+    return seconds
 
 
 def _add_invariance(commands: "_Commands[argparse.ArgumentParser]") -> None:
@@ -350,7 +426,7 @@ def _whole_number(high: int) -> Callable[[str], int]:
 def _run(arguments: argparse.Namespace, harness: Harness) -> int:
     pairs = _pairs(arguments)
     small = arguments.small or any(UPSTREAM in pair for pair in pairs)
-    cases = _selected(harness, arguments.area, arguments.case)
+    cases = selected(harness.cases(), arguments.area, arguments.case, arguments.case_file)
     if small:
         cases = _with_small_form(cases, arguments.case)
     selection = Selection(
@@ -380,8 +456,14 @@ def _run(arguments: argparse.Namespace, harness: Harness) -> int:
     )
     if done:
         print(f"resuming: {len(done)} of {len(wanted)} cases have records", flush=True)
+
+    def keep(record: Record) -> None:
+        _keep(record, label, folder, records)
+        with _telling_of(arguments.out):
+            _keep_failing(_as_run(wanted[record.id], small), record, arguments.out / FAILING)
+
     try:
-        _execute(left, harness, lambda record: _keep(record, label, folder, records))
+        _execute(left, harness, keep)
     except KeyboardInterrupt:
         print(f"\ninterrupted: {_how_to_go_on(records, expected, folder)}", file=sys.stderr)
         return EXIT_INTERRUPTED
@@ -441,6 +523,35 @@ def _keep(record: Record, label: str, folder: RecordsFolder, records: list[Recor
     records.append(labelled)
 
 
+def _as_run(case: Case, small: bool) -> Case:
+    """Return a case in the form in which it was run, so that its file runs alike."""
+    from mrv2_diff.small import small_form
+
+    return small_form(case) if small else case
+
+
+def _file_stem(case: Case, pair: tuple[str, str]) -> str:
+    """Return the name of a failing case's file: of a pair besides the usual one, with the pair."""
+    return case.id if pair == PAIRS[0] else f"{case.id}.{'-'.join(pair)}"
+
+
+def _keep_failing(case: Case, record: Record, folder: Path) -> None:
+    """Write the case of a record that fails as a file, and remove the file of one that passes."""
+    from mrv2_diff import case_file
+
+    file = folder / f"{_file_stem(case, record.pair)}.json"
+    if record.verdict.passes:
+        file.unlink(missing_ok=True)
+    elif case.apart is None:
+        first = record.first_divergence
+        found = case_file.Found(
+            verdict=record.verdict,
+            value=first.value if first is not None else None,
+            summary=record.summary,
+        )
+        case_file.write(case_file.CaseFile(case=case, pair=record.pair, found=found), file)
+
+
 def _conclude(records: Sequence[Record], *, expected: int) -> int:
     """Print the last line and return the exit code: 0 only where every case ran and passed."""
     from mrv2_diff.report import pairs_table, parity_line
@@ -456,15 +567,6 @@ def _conclude(records: Sequence[Record], *, expected: int) -> int:
     return EXIT_PASSED if passed else EXIT_FAILED
 
 
-def _selected(harness: Harness, areas: Sequence[str], ids: Sequence[str]) -> tuple[Case, ...]:
-    """Return the cases of the areas and those named; all of them where nothing is named."""
-    catalog = harness.cases()
-    _check_known("area", areas, dict.fromkeys(case.area for case in catalog.values()))
-    _check_known("case", ids, catalog)
-    every = not areas and not ids
-    return tuple(case for case in catalog.values() if every or case.area in areas or case.id in ids)
-
-
 def _runnable(cases: tuple[Case, ...], pair: tuple[str, str], harness: Harness) -> tuple[Case, ...]:
     """Return the cases without those in which V1 is known to be wrong, where V1 is both sides."""
     if pair[0] != pair[1]:
@@ -476,22 +578,12 @@ def _runnable(cases: tuple[Case, ...], pair: tuple[str, str], harness: Harness) 
     return runnable
 
 
-def _check_known(kind: str, given: Sequence[str], known: Iterable[str]) -> None:
-    names = list(known)
-    for name in given:
-        if name in names:
-            continue
-        close = difflib.get_close_matches(name, names, n=3, cutoff=0.5)
-        ordered = close + [other for other in names if other not in close]
-        raise BadInputError(f"no {kind} is called {name!r}; choose from: {', '.join(ordered)}")
-
-
 def _pairs(arguments: argparse.Namespace) -> tuple[tuple[str, str], ...]:
     """Return the pairs that --pair or --runners asks for."""
     names = arguments.runners
     if names is None:
-        return (_pair(arguments.pair),)
-    _check_known("runner", names, RUNNERS)
+        return (pair_named(arguments.pair),)
+    check_known("runner", names, RUNNERS)
     ordered = [name for name in RUNNERS if name in names]
     if len(ordered) < 2 or len(ordered) != len(names):
         raise BadInputError(
@@ -513,14 +605,6 @@ def _with_small_form(cases: tuple[Case, ...], named: Sequence[str]) -> tuple[Cas
             "a greedy request that runs in lockstep; compare them with --pair v1,mrv2"
         )
     return left
-
-
-def _pair(text: str) -> tuple[str, str]:
-    for pair in PAIRS:
-        if text == ",".join(pair):
-            return pair
-    known = " or ".join(",".join(pair) for pair in PAIRS)
-    raise BadInputError(f"no pair is called {text!r}; choose {known}")
 
 
 def _checked_model(folder: Path | None) -> Path | None:
@@ -629,7 +713,7 @@ def _make_model(arguments: argparse.Namespace, harness: Harness) -> int:
 
 
 def _cases(arguments: argparse.Namespace, harness: Harness) -> int:
-    chosen = _selected(harness, arguments.area, [])
+    chosen = selected(harness.cases(), arguments.area, [], [])
     width = max((len(case.id) for case in chosen), default=0)
     for area in dict.fromkeys(case.area for case in chosen):
         print(area)
@@ -743,17 +827,177 @@ class _TellsNowAndThen:
             self._next = 2 * result.steps
 
 
+def _record_trace(arguments: argparse.Namespace, harness: Harness) -> int:
+    program = arguments.program[arguments.program[:1] == ["--"] :]
+    out: Path = arguments.out
+    if not program:
+        raise BadInputError("name the command that starts the engine, behind --, such as: "
+                            "mrv2-diff record --out t.trace -- vllm serve MODEL")  # fmt: skip
+    if out.exists():
+        raise BadInputError(f"{out} is there already; remove it or name another file with --out")
+    with _telling_of(out):
+        _probe_file(out)
+    request = Recording(
+        out=out, program=tuple(program), runner=arguments.runner, private=arguments.private
+    )
+    try:
+        outcome = harness.record(request)
+    except ValueError as error:
+        raise BadInputError(str(error)) from error
+    print(outcome.text, flush=True)
+    if outcome.exit_code:
+        print(f"mrv2-diff record: {program[0]} ended with {outcome.exit_code}", file=sys.stderr)
+    return EXIT_PASSED if outcome.is_whole and not outcome.exit_code else EXIT_FAILED
+
+
+_OF_A_TRACE = ("runner", "forced", "free", "against", "model", "salvage")
+
+
 def _replay(arguments: argparse.Namespace, harness: Harness) -> int:
+    from mrv2_diff.traces.format import is_trace
+
+    try:
+        traced = is_trace(arguments.file)
+    except OSError as error:
+        raise _unreadable(arguments.file, error) from error
+    if traced:
+        return _replay_trace(arguments, harness)
+    for name in _OF_A_TRACE:
+        if getattr(arguments, name):
+            raise BadInputError(f"--{name} is for a trace, and {arguments.file} does not begin as "
+                                "one")  # fmt: skip
     try:
         schedule = actions.read(arguments.file)
     except OSError as error:
-        raise BadInputError(f"cannot read {arguments.file}: {error.strerror or error}; name a file "
-                            "that mrv2-diff soak wrote") from error  # fmt: skip
+        raise _unreadable(arguments.file, error) from error
     except ValueError as error:
-        raise BadInputError(f"{error}; name a file that mrv2-diff soak wrote") from error
+        raise BadInputError(f"{error}; name a file that mrv2-diff soak or mrv2-diff record "
+                            "wrote") from error  # fmt: skip
     failure = harness.replay(schedule)
     print(f"replay: {len(schedule.actions)} actions: {failure or 'nothing is wrong'}", flush=True)
     return EXIT_PASSED if failure is None else EXIT_FAILED
+
+
+def _shrink(arguments: argparse.Namespace, harness: Harness) -> int:
+    from mrv2_diff.shrinking.request import ShrinkRequest, conclusion, table
+
+    out: Path = arguments.out
+    with _telling_of(out):
+        _probe_file(out / "probe.json")
+    cases, pair = _to_shrink(arguments, harness)
+    request = ShrinkRequest(
+        cases=cases,
+        pair=pair,
+        model=_checked_model(arguments.model),
+        graphs=arguments.graphs,
+        repeat=arguments.repeat,
+        seconds=arguments.seconds,
+        engine=arguments.simpler_engine,
+    )
+    results = []
+    shrinking = harness.shrink(request, lambda line: print(line, flush=True))
+    from mrv2.errors import ConfigError  # imports torch, for which the harness prepares first
+
+    try:
+        for result in shrinking:
+            results.append(result)
+            with _telling_of(out):
+                print(_told(result, out), flush=True)
+    except ConfigError as error:
+        raise BadInputError(str(error)) from error
+    if len(results) > 1:
+        print(table(results))
+    print(conclusion(results), flush=True)
+    is_whole = bool(results) and all(result.shrunk is not None for result in results)
+    return EXIT_PASSED if is_whole else EXIT_FAILED
+
+
+def _told(result: "Result", out: Path) -> str:
+    """Write what is left of a case; return what is said of it."""
+    from mrv2_diff import case_file
+    from mrv2_diff.shrinking import texts
+
+    name = result.whole.fault or result.whole.id
+    if result.kept is None or result.shrunk is None:
+        return f"{name}: nothing to shrink: {result.why_not}\n"
+    case, pair, shrunk = result.kept.case, result.kept.pair, result.shrunk
+    file = out / f"{case.id}.json"
+    case_file.write(result.kept, file)
+    test = out / f"test_{texts.identifier(case.id)}.py"
+    test.write_text(texts.pytest_module(case, pair, result.outcome))
+    late = "; the time was over, give it more with --seconds" if shrunk.out_of_time else ""
+    return (
+        f"{texts.script(case, pair, result.outcome)}\n"
+        f"seen in {shrunk.before} of the whole case ({shrunk.first_steps} steps), in "
+        f"{shrunk.after} of this one ({shrunk.num_steps} steps); {shrunk.tries} runs in "
+        f"{result.seconds:.0f} s of the processor{late}\n"
+        f"wrote {file}; run it again: mrv2-diff run --case-file {file}\n"
+        f"wrote {test}\n"
+    )
+
+
+def _to_shrink(
+    arguments: argparse.Namespace, harness: Harness
+) -> tuple[tuple[Case, ...], tuple[str, str]]:
+    """Return the cases that a command line means, each with its fault, and the pair."""
+    pair = None if arguments.pair is None else pair_named(arguments.pair)
+    faults = _faults(arguments, harness)
+    if arguments.case is None:
+        if not faults:
+            raise BadInputError("name a case, a case file, or a fault with --mutant")
+        catalog = harness.cases()
+        named = [dataclasses.replace(catalog[case], fault=fault) for fault, case in faults.items()]
+        return tuple(named), pair or PAIRS[0]
+    if arguments.case.endswith(".json"):
+        kept = case_in(Path(arguments.case))
+        case, pair = kept.case, pair or pair_named(",".join(kept.pair))
+    else:
+        catalog = harness.cases()
+        check_known("case", [arguments.case], catalog)
+        case = catalog[arguments.case]
+    cases = [dataclasses.replace(case, fault=fault) for fault in faults] or [case]
+    return tuple(cases), pair or PAIRS[0]
+
+
+def _faults(arguments: argparse.Namespace, harness: Harness) -> dict[str, str]:
+    """Return the faults that are asked for with their cases."""
+    if not arguments.mutant and arguments.mutants is None:
+        return {}
+    known = harness.faults()
+    check_known("fault", arguments.mutant, known)
+    chosen = {name: known[name] for name in arguments.mutant}
+    wanted = len(chosen) + (arguments.mutants or 0)
+    left = {name: case for name, case in known.items() if name not in chosen}
+    while left and len(chosen) < wanted:  # the first of each case, then the second of each
+        firsts = {case: name for name, case in reversed(left.items())}
+        for name in [name for name, case in left.items() if firsts[case] == name]:
+            if len(chosen) < wanted:
+                chosen[name] = left.pop(name)
+    return chosen
+
+
+def _unreadable(file: Path, error: OSError) -> BadInputError:
+    return BadInputError(f"cannot read {file}: {error.strerror or error}; name a file that "
+                         "mrv2-diff soak or mrv2-diff record wrote")  # fmt: skip
+
+
+def _replay_trace(arguments: argparse.Namespace, harness: Harness) -> int:
+    asked = TraceReplay(
+        trace=arguments.file,
+        runner=arguments.runner or "mrv2",
+        forced=not arguments.free,
+        against=arguments.against,
+        model=arguments.model,
+        salvage=arguments.salvage,
+    )
+    try:
+        outcome = harness.replay_trace(asked)
+    except OSError as error:
+        raise _unreadable(arguments.file, error) from error
+    except ValueError as error:  # damaged, or of another model, vLLM or KV cache
+        raise BadInputError(str(error)) from error
+    print(outcome.text, flush=True)
+    return EXIT_PASSED if outcome.passes else EXIT_FAILED
 
 
 def _invariance(arguments: argparse.Namespace, harness: Harness) -> int:
@@ -806,7 +1050,9 @@ _COMMANDS = {
     "cases": _cases,
     "bench": _bench,
     "soak": _soak,
+    "record": _record_trace,
     "replay": _replay,
+    "shrink": _shrink,
     "invariance": _invariance,
     "host-cost": _host_cost,
     "check-surface": _check_surface,

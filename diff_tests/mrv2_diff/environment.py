@@ -48,6 +48,11 @@ def collect(
     }
 
 
+def version(name: str) -> str:
+    """Return the installed version of a package that figures depend on, or `none`."""
+    return _version(_PACKAGES[name])
+
+
 def cpu_model(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
     """Return the processor's name, or its architecture where the system does not tell."""
     try:

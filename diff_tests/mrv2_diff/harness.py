@@ -3,7 +3,7 @@
 The installed harness imports torch and vLLM when it runs cases, and not before.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from mrv2_diff.device_bench.bench import Outcome
     from mrv2_diff.device_bench.options import Options
     from mrv2_diff.schedules.soak import Bench
+    from mrv2_diff.shrinking.request import Result, Say, ShrinkRequest
 
 OnStep = Callable[[str, int], None]
 
@@ -34,6 +35,8 @@ RUNNERS = ("v1", "mrv2", "vllm-v2")
 """Every runner, by the name of a pair."""
 UPSTREAM = "vllm-v2"
 """vLLM's own second runner, which needs small cases and a process of its own."""
+TRACED_RUNNERS = ("mrv2", "v1")
+"""In which a trace can be recorded and replayed."""
 
 OnProgress = Callable[[SoakResult], None]
 
@@ -112,6 +115,51 @@ class Soak:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Recording:
+    """A program whose engine is recorded."""
+
+    out: Path
+    program: tuple[str, ...]
+    runner: str | None
+    """MRV2_RUNNER of the program; None leaves it as it is."""
+    private: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecordingOutcome:
+    """What a recorded program left."""
+
+    text: str
+    is_whole: bool
+    exit_code: int
+    """Of the program."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TraceReplay:
+    """A trace to play in one runner."""
+
+    trace: Path
+    runner: str = "mrv2"
+    forced: bool = True
+    """Commit the recorded tokens, so that each step is as it was, whatever came before."""
+    against: str | None = None
+    """Another runner to compare with, in place of the recorded tokens."""
+    model: Path | None = None
+    """None: the tiny checkpoint whose spec was recorded."""
+    salvage: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplayOutcome:
+    """How a replay of a trace came out."""
+
+    text: str
+    """For people; the last line has the verdict."""
+    passes: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Harness:
     """The collaborators of the command line."""
 
@@ -134,10 +182,18 @@ class Harness:
     """Plays random schedules, and tells now and then how far it got."""
     replay: Callable[[Schedule], str | None]
     """Plays one schedule; returns how it fails, or None."""
+    record: Callable[[Recording], RecordingOutcome]
+    """Runs a program with its engine recorded. Raises ValueError where recording cannot act."""
+    replay_trace: Callable[[TraceReplay], ReplayOutcome]
+    """Plays a trace. Raises ValueError where the file or the machine does not allow it."""
     invariance: Callable[[int], InvarianceResult]
     """Schedules so many requests in many ways."""
     host_cost: Callable[[int], HostCostResult]
     """Measures the core by batch size, over so many steps of each."""
+    faults: Callable[[], Mapping[str, str]]
+    """Returns the case of each fault that can be planted, by the fault's name."""
+    shrink: "Callable[[ShrinkRequest, Say], Iterator[Result]]"
+    """Makes failing cases short, and says how it goes."""
 
 
 def installed_harness() -> Harness:
@@ -152,8 +208,12 @@ def installed_harness() -> Harness:
         surface=_surface,
         soak=_soak,
         replay=_replay,
+        record=_record,
+        replay_trace=_replay_trace,
         invariance=_invariance,
         host_cost=_host_cost,
+        faults=_faults,
+        shrink=_shrink,
     )
 
 
@@ -164,11 +224,7 @@ def _cases() -> Mapping[str, Case]:
 
 
 def _run(selection: Selection, on_step: OnStep) -> Iterator[Record]:
-    process.prepare()
-    if any(UPSTREAM in pair for pair in selection.pairs):
-        from mrv2_diff import interpreter
-
-        interpreter.prepare()
+    prepare_for(selection.pairs)
     from mrv2_diff.run import RunRequest, run_cases  # imports torch and vLLM: seconds
 
     request = RunRequest(
@@ -181,6 +237,15 @@ def _run(selection: Selection, on_step: OnStep) -> Iterator[Record]:
         referee=selection.referee,
     )
     return run_cases(request, on_step)
+
+
+def prepare_for(pairs: Iterable[tuple[str, str]]) -> None:
+    """Prepare this process to run pairs; with vLLM's second runner it interprets Triton."""
+    process.prepare()
+    if any(UPSTREAM in pair for pair in pairs):
+        from mrv2_diff import interpreter
+
+        interpreter.prepare()
 
 
 def _environment() -> Mapping[str, str]:
@@ -248,6 +313,18 @@ def _replay(schedule: Schedule) -> str | None:
         return replay(schedule, bench)
 
 
+def _record(asked: Recording) -> RecordingOutcome:
+    from mrv2_diff.traces.record import record  # --help needs none of it
+
+    return record(asked)
+
+
+def _replay_trace(asked: TraceReplay) -> ReplayOutcome:
+    from mrv2_diff.traces.replay import outcome, replay  # --help needs none of it
+
+    return outcome(replay(asked), asked)
+
+
 @contextmanager
 def _bench_of(model: Model) -> "Iterator[Bench]":
     if model == "hash":
@@ -280,3 +357,17 @@ def _host_cost(num_steps: int) -> HostCostResult:
         translated_growth=translated,
         picture=picture(costs),
     )
+
+
+def _faults() -> Mapping[str, str]:
+    process.prepare()
+    from mrv2_diff.mutants import MUTANTS  # imports torch
+
+    return {mutant.id: mutant.case for mutant in MUTANTS}
+
+
+def _shrink(request: "ShrinkRequest", say: "Say") -> "Iterator[Result]":
+    prepare_for([request.pair])
+    from mrv2_diff.shrinking.session import shrink_cases  # imports torch and vLLM: seconds
+
+    return shrink_cases(request, say)

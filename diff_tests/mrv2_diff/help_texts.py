@@ -40,7 +40,9 @@ examples:
   mrv2-diff run --runners v1,mrv2,vllm-v2          three runners, every pair, small cases
   mrv2-diff run --referee                          ask a third model who is right
   mrv2-diff run --resume                           go on after an interruption
+  mrv2-diff run --case-file ./short/a.b.json       a case that shrink or a run wrote
 
+A case that fails is kept as DIR/failing/ID.json, for mrv2-diff shrink.
 DIR/records.jsonl of a former run is kept as records.previous.jsonl, unless --resume is given. A
 resumed run repeats the cases whose records are of another commit or of other changes to it, or of
 another mrv2, vLLM or torch. MRV2_DIFF_TRACEBACK=1 shows what led to a message.
@@ -175,15 +177,74 @@ exit codes:
   130  interrupted""",
 )
 
-REPLAY = HelpText(
-    short="play a schedule that soak wrote",
+RECORD = HelpText(
+    short="record what a live engine is sent and draws, into a trace",
     long="""\
-Play a schedule again on a new runner or engine, and say how it fails.""",
+Run a program that starts a vLLM engine, such as `vllm serve`, with MRV2_TRACE=FILE: every
+SchedulerOutput, grammar mask and drawn token goes into one file, with the configuration, versions
+and hashes that a replay needs. Setting the variable by hand does the same. Steps are not held up:
+if something cannot be recorded, recording ends and the log says why.""",
     epilog="""\
-example:
-  mrv2-diff replay reports/latest/failing-schedule.json
+examples:
+  mrv2-diff record --out load.trace --runner mrv2 -- vllm serve ./checkpoint --port 8000
+  mrv2-diff record --out batch.trace --private -- python my_script.py
+  MRV2_RUNNER=v1 MRV2_TRACE=load.trace vllm serve ./checkpoint
 
-exit codes: 0 nothing is wrong, 1 it fails, 2 the file is no schedule.""",
+The file must not be there yet, and one engine writes it. With --private (MRV2_TRACE_PRIVATE=1) it
+holds nothing of what people wrote or were answered, and a replay compares runners. Interrupt the
+program to end it; of an engine that is killed, the last half second may be missing.
+
+exit codes: 0 the trace is whole and the program ended with 0, 1 either is not so, 2 bad input.""",
+)
+
+REPLAY = HelpText(
+    short="play a trace that record wrote, or a schedule that soak wrote",
+    long="""\
+Play what was recorded from an engine in a runner, in a process of its own, and compare the tokens
+that it draws with the recorded ones. The file's beginning tells a trace from a schedule; a schedule
+is played on a new runner or engine, and the command says how it fails.""",
+    epilog="""\
+examples:
+  mrv2-diff replay load.trace                               in mrv2, each step as it was recorded
+  mrv2-diff replay load.trace --runner v1 --free            in V1, which goes on with its own tokens
+  mrv2-diff replay load.trace --model ./checkpoint          of a model that is not a tiny one
+  mrv2-diff replay load.trace --runner mrv2 --against v1    two replays, compared with each other
+  mrv2-diff replay torn.trace --salvage                     what precedes a damage
+  mrv2-diff replay reports/latest/failing-schedule.json     a schedule
+
+Compared are tokens of greedy requests, and random ones where the same runner drew them and can draw
+them again. A trace of another model, another vLLM, other KV groups or for a larger machine is
+refused with what differs.
+
+exit codes: 0 nothing differs, 1 something does or the runner failed, 2 the file is neither, is
+damaged, or cannot be played here.""",
+)
+
+SHRINK = HelpText(
+    short="make a failing case short",
+    long="""\
+Leave out requests, steps, parameters and tokens of a failing case as long as it fails in the same
+way: the same verdict at the same value of the step, or a crash with the same exception. One engine
+runs all tries. A failure that is not seen in each of the first --repeat runs is flaky: a try then
+has as many runs, and counts where at least half as many show it. Prints what is left as a script,
+and writes it as a case file and as a module for pytest.
+
+With --mutant a fault is planted in the candidate while its case runs.""",
+    epilog="""\
+examples:
+  mrv2-diff shrink lifecycle.preemption                   a case that fails
+  mrv2-diff shrink reports/latest/failing/a.b.json        a file that run wrote
+  mrv2-diff shrink --mutant stale-row                     a planted fault, in its own case
+  mrv2-diff shrink --mutants 10                           ten of them, with a table
+  mrv2-diff run --case-file reports/latest/short/a.b.short.json
+
+A case that V1 fails, or that runs in engines of its own, cannot be shrunk.
+
+exit codes:
+  0    every case was made short, or is as short as it can be
+  1    a case does not fail
+  2    bad input: an unknown name, a file that holds no case, a folder that cannot be written
+  130  interrupted""",
 )
 
 INVARIANCE = HelpText(

@@ -9,8 +9,8 @@ observers, and one for memory under its instruments.
 import os
 import shlex
 import traceback
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -91,28 +91,122 @@ def run_cases(request: RunRequest, on_step: OnStep | None = None) -> Iterator[Re
     Raises:
         ConfigError: An engine does not start, or there are no such graphs on this device.
     """
-    device.check_graphs(request.graphs)
-    if interpreter.is_prepared():
-        device.settle_interpreter()
-    compiled = "off" if os.environ.get("TORCH_COMPILE_DISABLE") == "1" else "on"
-    kind = device.kind()
-    environment = collect(kind, seed=0) | {"torch compile": compiled, "graphs": request.graphs}
-    if interpreter.is_prepared():
-        environment["triton"] += ", interpreted"
-    cases = [case.on(kind) for case in request.cases]
-    if request.small:
-        cases = [small_form(case) for case in cases]
-        environment["form"] = "small"
-    for case in cases:
-        if case.apart is not None:
-            yield _record_apart(case, request, environment)
-    together = [case for case in cases if case.apart is None]
-    for spec in dict.fromkeys(case.engine for case in together):
-        cases = [case for case in together if case.engine == spec]
-        with _Bench(spec, request, on_step or _ignore_step, environment) as bench:
-            for case in cases:
-                for pair in request.pairs:
-                    yield bench.record(case, pair)
+    with CaseRunner(request, on_step) as runner:
+        for case in runner.ordered(request.cases):
+            for pair in request.pairs:
+                yield runner.record(case, pair)
+
+
+class CaseRunner:
+    """Runs cases one at a time; those of one engine that follow each other share it.
+
+    Args:
+        request: On what to run. Its cases are not looked at.
+        on_step: As for `run_cases`.
+
+    Raises:
+        ConfigError: There are no such graphs on this device.
+    """
+
+    def __init__(self, request: RunRequest, on_step: OnStep | None = None) -> None:
+        device.check_graphs(request.graphs)
+        if interpreter.is_prepared():
+            device.settle_interpreter()
+        compiled = "off" if os.environ.get("TORCH_COMPILE_DISABLE") == "1" else "on"
+        self.kind = device.kind()
+        """`cpu` or `cuda`."""
+        self._request = request
+        self._on_step = on_step or _ignore_step
+        self._environment = collect(self.kind, seed=0) | {
+            "torch compile": compiled,
+            "graphs": request.graphs,
+        }
+        if interpreter.is_prepared():
+            self._environment["triton"] += ", interpreted"
+        if request.small:
+            self._environment["form"] = "small"
+        self._bench: _Bench | None = None
+        self._closed_starts = 0
+
+    def __enter__(self) -> "CaseRunner":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the engine, if there is one; the next case starts another."""
+        if self._bench is not None:
+            self._closed_starts += self._bench.num_started
+            self._bench.close()
+            self._bench = None
+
+    @property
+    def num_started(self) -> int:
+        """Engines started so far."""
+        return self._closed_starts + (self._bench.num_started if self._bench is not None else 0)
+
+    def ordered(self, cases: Iterable[Case]) -> list[Case]:
+        """Return the cases as they run here: those that run apart, the others by engine."""
+        here = [self._here(case) for case in cases]
+        together = [case for case in here if case.apart is None]
+        specs = dict.fromkeys(case.engine for case in together)
+        return [case for case in here if case.apart is not None] + [
+            case for spec in specs for case in together if case.engine == spec
+        ]
+
+    def record(self, case: Case, pair: tuple[str, str] | None = None) -> Record:
+        """Run one case, with the fault that it names put into the candidate, and judge it.
+
+        Args:
+            case: The case.
+            pair: Reference and candidate; None is the request's first pair.
+
+        Raises:
+            ConfigError: An engine does not start.
+        """
+        case = self._here(case)
+        with planted(case.fault):
+            if case.apart is not None:
+                return _record_apart(case, self._request, self._environment)
+            return self._bench_of(case.engine).record(case, pair or self._request.pair)
+
+    def takes(self, case: Case) -> bool:
+        """Say whether vLLM takes the requests of a case, which one that was cut may not be."""
+        return self._bench_of(case.engine).takes(case)
+
+    def forget_candidates(self) -> None:
+        """Let the next case build its candidate anew, on the engine that is there."""
+        if self._bench is not None:
+            self._bench.forget_candidates()
+
+    def _here(self, case: Case) -> Case:
+        """Return a case as it is run on this device, in its small form where that is asked for."""
+        case = case.on(self.kind)
+        return small_form(case) if self._request.small else case
+
+    def _bench_of(self, spec: EngineSpec) -> "_Bench":
+        if self._bench is None or self._bench.spec != spec:
+            self.close()
+            self._bench = _Bench(spec, self._request, self._on_step, self._environment)
+        return self._bench
+
+
+def planted(fault: str | None) -> AbstractContextManager[object]:
+    """Return a context in which the candidate has a fault, by a mutant's name; None has none.
+
+    Raises:
+        ConfigError: There is no such mutant.
+    """
+    if fault is None:
+        return nullcontext()
+    from mrv2_diff.mutants import MUTANTS  # tests that plant no fault do not import them
+
+    for mutant in MUTANTS:
+        if mutant.id == fault:
+            return mutant.apply()
+    names = ", ".join(mutant.id for mutant in MUTANTS)
+    raise ConfigError(f"there is no planted fault {fault!r}; choose from: {names}")
 
 
 class _Bench:
@@ -121,7 +215,7 @@ class _Bench:
     def __init__(
         self, spec: EngineSpec, request: RunRequest, on_step: OnStep, environment: dict[str, str]
     ) -> None:
-        self._spec = spec
+        self.spec = spec
         self._request = request
         self._on_step = on_step
         self._environment = environment
@@ -131,12 +225,21 @@ class _Bench:
         self._engine_facts: dict[str, str] = {}
         """What only an engine on this device knows, for the records."""
         self._referee: Referee | None = None
+        self.num_started = 0
 
-    def __enter__(self) -> "_Bench":
-        return self
-
-    def __exit__(self, *exception: object) -> None:
+    def close(self) -> None:
+        """Close the engine, if there is one."""
         self._stack.close()
+        self._engine = None
+
+    def takes(self, case: Case) -> bool:
+        """Say whether vLLM takes the requests of a case."""
+        return self._ready().takes(case.workload())
+
+    def forget_candidates(self) -> None:
+        """Let the next case build its candidate anew."""
+        if self._engine is not None:
+            self._engine.worker.forget_candidates()
 
     def record(self, case: Case, pair: tuple[str, str]) -> Record:
         """Run one case on a pair and judge it."""
@@ -151,8 +254,7 @@ class _Bench:
             outcome = Outcome(Tally(None))
             return self._record(case, pair, outcome, Verdict.REFUSED, "; ".join(refusal.reasons))
         except Exception:  # noqa: BLE001 - a runner may fail in any way; the failure is the result
-            self._stack.close()
-            self._engine = None
+            self.close()
             outcome = Outcome(Tally(None), crash=traceback.format_exc(limit=-6))
             summary = "the reference or its engine failed, where no case expects it"
             return self._record(case, pair, outcome, Verdict.INCONCLUSIVE, summary)
@@ -160,9 +262,10 @@ class _Bench:
 
     def _ready(self) -> LockstepEngine:
         if self._engine is None:
-            model = self._request.model or cached_model(self._spec.model)
+            model = self._request.model or cached_model(self.spec.model)
             try:
-                self._engine = LockstepEngine(self._spec, model, self._request.graphs)
+                self.num_started += 1
+                self._engine = LockstepEngine(self.spec, model, self._request.graphs)
             except Exception as error:
                 raise ConfigError(
                     f"vLLM does not start on {model.name}: {error}; "
@@ -216,7 +319,7 @@ class _Bench:
             return
         assert self._floor is not None
         if self._referee is None:
-            model = self._request.model or cached_model(self._spec.model)
+            model = self._request.model or cached_model(self.spec.model)
             self._referee = Referee(model, engine.dtype)
         referee = self._referee
         outcome.ruling = rule(
@@ -309,7 +412,8 @@ class _Bench:
 
 
 def _command(case: Case, pair: tuple[str, str], request: RunRequest) -> str:
-    parts = ["mrv2-diff", "run", "--case", case.id, "--pair", ",".join(pair)]
+    which = ["--case", case.id] if case.file is None else ["--case-file", case.file]
+    parts = ["mrv2-diff", "run", *which, "--pair", ",".join(pair)]
     if request.small and "vllm-v2" not in pair:
         parts.append("--small")
     if request.referee:
@@ -322,7 +426,10 @@ def _command(case: Case, pair: tuple[str, str], request: RunRequest) -> str:
 
 
 def _with_remark(summary: str, case: Case) -> str:
-    return f"{summary}; {case.remark}" if case.remark else summary
+    remarks = [case.remark] if case.remark else []
+    if case.fault is not None:
+        remarks.append(f"with the planted fault {case.fault}")
+    return "; ".join([summary, *remarks])
 
 
 def _record_apart(case: Case, request: RunRequest, environment: dict[str, str]) -> Record:

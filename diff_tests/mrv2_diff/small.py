@@ -38,12 +38,19 @@ def has_small_form(case: Case) -> bool:
     return case.apart is None and bool(_adds(case.workload()))
 
 
+def is_small(case: Case) -> bool:
+    """Whether a case is in its small form already."""
+    return case.remark.startswith(REMARK)
+
+
 def small_form(case: Case) -> Case:
-    """Return a case cut down.
+    """Return a case cut down; one that is small already stays as it is.
 
     Raises:
         ValueError: Nothing is left of it.
     """
+    if is_small(case):
+        return case
     if not has_small_form(case):
         raise ValueError(f"{case.id} has no greedy request that runs in lockstep")
     events = _small_workload(case.workload())

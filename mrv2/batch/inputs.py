@@ -203,6 +203,8 @@ class InputViews(NamedTuple):
     first_tokens: Tensor
     """[num_reqs]. `query_start_loc` without its end."""
     cu_num_logits: Tensor
+    draw_rows: Tensor
+    """What `pad_mixed` packs in the place of `cu_num_logits`."""
     input_ids: Tensor
     positions: Tensor
     seq_lens: Tensor
@@ -275,6 +277,7 @@ class InputBuffers:
             query_start_loc=packed[section : section + num_reqs + 1],
             first_tokens=packed[section : section + num_reqs],
             cu_num_logits=packed[2 * section : 2 * section + num_reqs + 1],
+            draw_rows=packed[2 * section : 2 * section + num_reqs],
             input_ids=self._input_ids[:num_tokens],
             positions=self._positions[:num_tokens],
             seq_lens=self._seq_lens[:num_reqs],
@@ -328,19 +331,18 @@ def prepare_mixed_inputs(
     Its packed values are on the device. Everybody has a logit, of the idle row where it draws none.
     """
     views = buffers.views(layout)
-    draw_rows = views.cu_num_logits[: layout.num_reqs]  # what `pad_mixed` puts there
     _gather_tokens_and_slots(layout, requests, block_tables, views)
     for slots in views.slots:
         pad_slots(views.query_start_loc, slots)
     locate_draws(
         views.query_start_loc,
         views.seq_lens,
-        draw_rows,
+        views.draw_rows,
         requests.idle_row,
         views.logits_indices,
         views.logit_positions,
     )
-    return _batch(layout, views, views.logits_indices, draw_rows)
+    return _batch(layout, views, views.logits_indices, views.draw_rows)
 
 
 def prepare_inputs(

@@ -87,7 +87,7 @@ class AllowedTokens:
     """The stage; a row without allowed tokens allows all."""
 
     def __init__(self, resources: StageResources) -> None:
-        self._sets = MirroredLists(resources.max_num_reqs, resources.transfers)
+        self._sets = MirroredLists(resources.num_rows, resources.transfers)
         self._vocab_size = resources.vocab_size
 
     def admit(self, row: int, arrival: Arrival) -> None:

@@ -166,7 +166,7 @@ class BadWords:
     """The stage. Each row has a list of words, most of them an empty one."""
 
     def __init__(self, resources: StageResources) -> None:
-        self._words = MirroredLists(resources.max_num_reqs, resources.transfers)
+        self._words = MirroredLists(resources.num_rows, resources.transfers)
         self._requests = resources.requests
 
     def admit(self, row: int, arrival: Arrival) -> None:

@@ -18,13 +18,13 @@ class DrawColumns:
     """Temperature and seed of every row, host-authoritative; a `RowState`.
 
     Args:
-        max_num_reqs: Rows.
+        num_rows: Rows.
         arena: Memory of the columns.
     """
 
-    def __init__(self, max_num_reqs: int, arena: Arena) -> None:
-        self.temperature = MirroredTensor(max_num_reqs, torch.float32, arena)
-        self.seed = MirroredTensor(max_num_reqs, torch.int64, arena)
+    def __init__(self, num_rows: int, arena: Arena) -> None:
+        self.temperature = MirroredTensor(num_rows, torch.float32, arena)
+        self.seed = MirroredTensor(num_rows, torch.int64, arena)
 
     def admit(self, row: int, arrival: Arrival) -> None:
         """Take a request's parameters into its row."""

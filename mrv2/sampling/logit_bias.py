@@ -77,7 +77,7 @@ class LogitBias:
     """The stage."""
 
     def __init__(self, resources: StageResources) -> None:
-        self._pairs = MirroredLists(resources.max_num_reqs, resources.transfers)
+        self._pairs = MirroredLists(resources.num_rows, resources.transfers)
 
     def admit(self, row: int, arrival: Arrival) -> None:
         """Keep the request's biases, rounded to float32."""

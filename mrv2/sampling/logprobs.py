@@ -359,9 +359,9 @@ class SampledLogprobs:
         """Whether they are of the logits that the draw sees."""
         self._normalises = mode in ("raw_logprobs", "processed_logprobs")
         self._vocab_size = resources.vocab_size
-        self._counts = np.full(resources.max_num_reqs, _NO_LOGPROBS, dtype=np.int32)
-        self._list_lens = np.zeros(resources.max_num_reqs, dtype=np.int32)
-        self._lists = MirroredLists(resources.max_num_reqs, resources.transfers)
+        self._counts = np.full(resources.num_rows, _NO_LOGPROBS, dtype=np.int32)
+        self._list_lens = np.zeros(resources.num_rows, dtype=np.int32)
+        self._lists = MirroredLists(resources.num_rows, resources.transfers)
 
     def admit(self, row: int, arrival: Arrival) -> None:
         """Take a request's wishes; a list that is not empty takes the place of a count.

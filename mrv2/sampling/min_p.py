@@ -123,8 +123,8 @@ class MinP:
 
     def __init__(self, resources: StageResources) -> None:
         self._temperature = resources.columns.temperature
-        self._log_min_p = MirroredTensor(resources.max_num_reqs, torch.float32, resources.arena)
-        for row in range(resources.max_num_reqs):
+        self._log_min_p = MirroredTensor(resources.num_rows, torch.float32, resources.arena)
+        for row in range(resources.num_rows):
             self.evict(row)
 
     def admit(self, row: int, arrival: Arrival) -> None:

@@ -146,10 +146,10 @@ class MinTokens:
     """The stage. Outputs are counted from the end of the prompt, wherever the request resumed."""
 
     def __init__(self, resources: StageResources) -> None:
-        max_num_reqs, arena = resources.max_num_reqs, resources.arena
-        self._stop_ids = MirroredLists(max_num_reqs, resources.transfers)
-        self._free_from = MirroredTensor(max_num_reqs, torch.int32, arena)
-        self._yields = MirroredTensor(max_num_reqs, torch.int32, arena)
+        num_rows, arena = resources.num_rows, resources.arena
+        self._stop_ids = MirroredLists(num_rows, resources.transfers)
+        self._free_from = MirroredTensor(num_rows, torch.int32, arena)
+        self._yields = MirroredTensor(num_rows, torch.int32, arena)
         self._vocab_size = resources.vocab_size
 
     def admit(self, row: int, arrival: Arrival) -> None:

@@ -189,12 +189,12 @@ class Penalties:
     def __init__(self, resources: StageResources) -> None:
         self._resources = resources
         columns = [
-            MirroredTensor(resources.max_num_reqs, torch.float32, resources.arena) for _ in range(3)
+            MirroredTensor(resources.num_rows, torch.float32, resources.arena) for _ in range(3)
         ]
         self._presence, self._frequency, self._repetition = columns
-        self._penalises = np.zeros(resources.max_num_reqs, dtype=np.bool_)
+        self._penalises = np.zeros(resources.num_rows, dtype=np.bool_)
         self._counts: Tensor | None = None
-        for row in range(resources.max_num_reqs):
+        for row in range(resources.num_rows):
             self._repetition.set(row, 1.0)
 
     def admit(self, row: int, arrival: Arrival) -> None:
@@ -214,7 +214,7 @@ class Penalties:
         if self._counts is None and self._penalises.any():
             resources = self._resources
             self._counts = torch.zeros(
-                (min(resources.max_num_reqs, MAX_SCRATCH_ROWS), resources.vocab_size),
+                (min(resources.num_rows, MAX_SCRATCH_ROWS), resources.vocab_size),
                 dtype=torch.int32,
                 device=resources.transfers.device,
             )

@@ -67,7 +67,7 @@ class Sampler:
         self._trace = trace
         self._columns = DrawColumns(config.num_rows, arena)
         resources = StageResources(
-            max_num_reqs=config.num_rows,
+            num_rows=config.num_rows,
             vocab_size=config.vocab_size,
             arena=arena,
             columns=self._columns,

@@ -89,7 +89,8 @@ class NarrowingStage(Stage, Protocol):
 class StageResources:
     """What a stage may be built from."""
 
-    max_num_reqs: int
+    num_rows: int
+    """Rows of all per-request state, the idle one among them."""
     vocab_size: int
     arena: Arena
     """Memory of the rows. A stage reserves its columns in it when it is made, and reads them on the

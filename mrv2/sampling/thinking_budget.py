@@ -274,9 +274,9 @@ class ThinkingBudget:
     def __init__(self, resources: StageResources) -> None:
         self._markers = resources.thinking
         self._requests = resources.requests
-        self._budget = MirroredTensor(resources.max_num_reqs, torch.int32, resources.arena)
-        self._opened = MirroredTensor(resources.max_num_reqs, torch.int32, resources.arena)
-        for row in range(resources.max_num_reqs):
+        self._budget = MirroredTensor(resources.num_rows, torch.int32, resources.arena)
+        self._opened = MirroredTensor(resources.num_rows, torch.int32, resources.arena)
+        for row in range(resources.num_rows):
             self._budget.set(row, -1)
         if self._markers is not None:
             natural_end = self._markers.natural_end or self._markers.end

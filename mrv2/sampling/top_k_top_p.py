@@ -542,9 +542,9 @@ class TopKTopP:
     def __init__(self, resources: StageResources) -> None:
         self._vocab_size = resources.vocab_size
         self._temperature = resources.columns.temperature
-        self._top_k = MirroredTensor(resources.max_num_reqs, torch.int32, resources.arena)
-        self._top_p = MirroredTensor(resources.max_num_reqs, torch.float32, resources.arena)
-        for row in range(resources.max_num_reqs):
+        self._top_k = MirroredTensor(resources.num_rows, torch.int32, resources.arena)
+        self._top_p = MirroredTensor(resources.num_rows, torch.float32, resources.arena)
+        for row in range(resources.num_rows):
             self.evict(row)
 
     def admit(self, row: int, arrival: Arrival) -> None:

@@ -82,6 +82,16 @@ class LockstepEngine:
             self._drain()
             raise
 
+    def takes(self, events: tuple[Event, ...]) -> bool:
+        """Say whether vLLM takes every request of a workload; nothing is run."""
+        try:
+            for event in events:
+                if isinstance(event, Add):
+                    self._request(event)
+        except Exception:  # noqa: BLE001 - vLLM has errors of its own kinds for a bad request
+            return False
+        return True
+
     def generate(self, prompts: list[list[int]], params: list[SamplingParams]) -> list[Any]:
         """Let the reference run requests alone, as V1's users do; return vLLM's completions."""
         self.worker.end()

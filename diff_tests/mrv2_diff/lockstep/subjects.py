@@ -204,17 +204,28 @@ class Mrv2Subject:
     """Our runner.
 
     Args:
-        vllm_config: A private copy of the engine's config.
-        on: The device.
+        runner: A `VllmRunner` whose trace is `copies`.
+        copies: What it shows of each step.
     """
 
-    def __init__(self, vllm_config: VllmConfig, on: torch.device) -> None:
+    def __init__(self, runner: Any, copies: "StepCopies") -> None:
+        self._trace = copies
+        self.runner: Any = runner
+        self._output: ModelRunnerOutput | None = None
+
+    @classmethod
+    def build(cls, vllm_config: VllmConfig, on: torch.device) -> "Mrv2Subject":
+        """Build a runner of its own on a device.
+
+        Args:
+            vllm_config: A private copy of the engine's config.
+            on: The device.
+        """
         refused = config_refusals(vllm_config)
         if refused:
             raise UnsupportedByRunner([str(refusal) for refusal in refused])
-        self._trace = _StepCopies()
-        self.runner: Any = VllmRunner(vllm_config, on, self._trace)
-        self._output: ModelRunnerOutput | None = None
+        copies = StepCopies()
+        return cls(VllmRunner(vllm_config, on, copies), copies)
 
     def observe(self, on: bool) -> None:
         """Start or stop copying values."""
@@ -266,7 +277,7 @@ class Mrv2Subject:
 
 SUBJECTS: dict[str, Callable[[VllmConfig, torch.device], Subject]] = {
     "v1": V1Subject.build,
-    "mrv2": Mrv2Subject,
+    "mrv2": Mrv2Subject.build,
     "vllm-v2": VllmV2Subject,
 }
 """What can be a candidate, by the name of a pair."""
@@ -325,7 +336,7 @@ class _ForcingSampler(nn.Module):
         return output
 
 
-class _StepCopies:
+class StepCopies:
     """A StepTrace that copies the values of one step."""
 
     def __init__(self) -> None:

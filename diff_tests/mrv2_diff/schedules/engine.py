@@ -3,6 +3,7 @@
 import copy
 import json
 import tempfile
+from abc import ABC, abstractmethod
 from functools import cache
 from pathlib import Path
 from typing import Any, cast
@@ -102,7 +103,7 @@ class _HashCaches:
         assert not scheduler_output.kv_cache_block_copies
 
 
-class ScheduledEngine:
+class ScheduledEngine(ABC):
     """A scheduler with a runner.
 
     Args:
@@ -139,9 +140,9 @@ class ScheduledEngine:
         core: Runner = self.runner._require_core()
         return core
 
+    @abstractmethod
     def spoil(self, block: int, offset: int) -> None:
         """Overwrite what a slot of the first KV group holds: what failed to load is not there."""
-        raise NotImplementedError
 
 
 class HashEngine(ScheduledEngine):

@@ -108,7 +108,7 @@ def ours_processed(logits: Tensor, requests: list[Request], rows: list[int]) -> 
     """What our stages make of them, the requests in rows of no order."""
     arena = Arena(Transfers(torch.device("cpu")))
     resources = StageResources(
-        max_num_reqs=16,
+        num_rows=16,
         vocab_size=logits.shape[1],
         arena=arena,
         columns=DrawColumns(16, arena),

@@ -139,7 +139,7 @@ def our_thinking(
     requests = RequestColumns(1, 200, arena)
     stage = ThinkingBudget(
         StageResources(
-            max_num_reqs=1,
+            num_rows=1,
             vocab_size=11,
             arena=arena,
             columns=DrawColumns(1, arena),

@@ -16,9 +16,10 @@ from pathlib import Path
 import pytest
 
 from mrv2.errors import ConfigError, UnsupportedByRunner
-from mrv2_diff import help_texts
+from mrv2_diff import case_file, help_texts
 from mrv2_diff import record as records_file
 from mrv2_diff.case import Add, Case, EngineSpec, Event
+from mrv2_diff.case_file import CaseFile
 from mrv2_diff.cli import TRACEBACK_VAR, main
 from mrv2_diff.device_bench.bench import Outcome
 from mrv2_diff.device_bench.options import Options
@@ -30,8 +31,12 @@ from mrv2_diff.harness import (
     HostCostResult,
     OnProgress,
     OnStep,
+    Recording,
+    RecordingOutcome,
+    ReplayOutcome,
     Selection,
     Soak,
+    TraceReplay,
     installed_harness,
 )
 from mrv2_diff.models import ModelSpec, make_model
@@ -39,6 +44,9 @@ from mrv2_diff.progress import BarProgress, LineProgress
 from mrv2_diff.record import Record
 from mrv2_diff.schedules import actions as act
 from mrv2_diff.schedules.result import Failure, InvarianceResult, Row, SoakResult, summary
+from mrv2_diff.shrinking.request import Result, ShrinkRequest
+from mrv2_diff.shrinking.search import Shrunk
+from mrv2_diff.shrinking.signature import Signature, Vote
 from mrv2_diff.verdict import Verdict
 
 MakeRecord = Callable[..., Record]
@@ -56,6 +64,10 @@ def _case(case_id: str, area: str) -> Case:
     )
 
 
+SHORT = replace(
+    _case("greedy.short", "sampling"),
+    workload=lambda: (Add(step=0, req_id="a", prompt=(1, 2), max_tokens=1),),
+)
 CATALOG = {
     case.id: case
     for case in (_case("greedy", "sampling"), _case("seeded", "sampling"), _case("churn", "rows"))
@@ -101,6 +113,13 @@ class FakeHarness:
     soaked: list[Soak] = field(default_factory=list)
     soak_result: SoakResult = field(default_factory=lambda: SoakResult(steps=2000))
     unknown: dict[str, list[str]] = field(default_factory=dict)
+    shrunk: list[ShrinkRequest] = field(default_factory=list)
+    unshrinkable: set[str] = field(default_factory=set)
+    recorded: list[Recording] = field(default_factory=list)
+    program_exit: int = 0
+    replayed: list[TraceReplay] = field(default_factory=list)
+    trace_fault: Exception | None = None
+    trace_passes: bool = True
 
     def run(self, selection: Selection, on_step: OnStep) -> Iterator[Record]:
         self.selections.append(selection)
@@ -127,6 +146,18 @@ class FakeHarness:
     def replay(self, schedule: act.Schedule) -> str | None:
         return "a.step: wrong" if schedule.actions else None
 
+    def record(self, asked: Recording) -> RecordingOutcome:
+        self.recorded.append(asked)
+        if asked.program[0] == "no-such":
+            raise ValueError("cannot run 'no-such'")
+        return RecordingOutcome(text="wrote it", is_whole=True, exit_code=self.program_exit)
+
+    def replay_trace(self, asked: TraceReplay) -> ReplayOutcome:
+        self.replayed.append(asked)
+        if self.trace_fault is not None:
+            raise self.trace_fault
+        return ReplayOutcome(text="replay in mrv2", passes=self.trace_passes)
+
     def bench(self, num_requests: int, num_steps: int) -> BenchResult:
         self.benched.append((num_requests, num_steps))
         if isinstance(self.ratio, BaseException):
@@ -149,6 +180,8 @@ class FakeHarness:
             surface=lambda: self.unknown,
             soak=self.soak,
             replay=self.replay,
+            record=self.record,
+            replay_trace=self.replay_trace,
             invariance=lambda num_requests: INVARIANCE,
             host_cost=lambda num_steps: HostCostResult(
                 table=f"{num_steps} steps",
@@ -156,7 +189,27 @@ class FakeHarness:
                 translated_growth=self.growths[1],
                 picture="<svg/>",
             ),
+            faults=lambda: {"first": "greedy", "second": "greedy", "third": "churn"},
+            shrink=self.shrink,
         )
+
+    def shrink(self, request: ShrinkRequest, say: Callable[[str], None]) -> Iterator[Result]:
+        self.shrunk.append(request)
+        for case in request.cases:
+            if case.id in self.unshrinkable:
+                yield Result(whole=case, why_not="the case does not fail")
+                continue
+            signature = Signature(verdict=Verdict.WRONG_VALUE, value="slots", mode="forced")
+            vote = Vote(seen=3, runs=3)
+            yield Result(
+                whole=case,
+                kept=CaseFile(case=replace(SHORT, fault=case.fault), pair=request.pair),
+                shrunk=Shrunk(
+                    events=SHORT.workload(), signature=signature, before=vote, after=vote,
+                    num_steps=2, first_steps=30, tries=9, out_of_time=False,
+                ),
+                outcome="WRONG_VALUE: slots differ",
+            )  # fmt: skip
 
     def __call__(self, *arguments: object) -> int:
         return main([str(argument) for argument in arguments], harness=self.harness())
@@ -241,10 +294,14 @@ def test_a_case_without_a_record_fails_the_run(
         surface=dict,
         soak=fake.soak,
         replay=fake.replay,
+        record=fake.record,
+        replay_trace=fake.replay_trace,
         invariance=lambda num_requests: INVARIANCE,
         host_cost=lambda num_steps: HostCostResult(
             table=f"{num_steps} steps", growth=1.5, translated_growth=1.4, picture="<svg/>"
         ),
+        faults=dict,
+        shrink=fake.shrink,
     )
     assert main(["run", "--out", str(tmp_path)], harness=lazy) == 1
     captured = capsys.readouterr()
@@ -787,7 +844,9 @@ def test_bench_says_what_does_not_go_together(
         "cases",
         "bench",
         "soak",
+        "record",
         "replay",
+        "shrink",
         "invariance",
         "host-cost",
         "check-surface",
@@ -901,7 +960,48 @@ def test_a_file_that_is_no_schedule_is_refused(
             path.write_text(text)
         assert fake("replay", path) == 2
         assert reason in (error := capsys.readouterr().err)
-        assert "name a file that mrv2-diff soak wrote" in error
+        assert "name a file that mrv2-diff soak or mrv2-diff record wrote" in error
+
+
+def test_a_trace_is_told_from_a_schedule_by_how_it_begins(
+    fake: FakeHarness, tmp_path: Path, capsys: Capture
+) -> None:
+    path = tmp_path / "t.trace"
+    path.write_bytes(b"MRV2TRC\n and so on")
+    assert fake("replay", path) == 0
+    assert fake("replay", path, "--runner", "v1", "--free", "--salvage", "--model", tmp_path) == 0
+    assert fake.replayed == [
+        TraceReplay(trace=path),
+        TraceReplay(trace=path, runner="v1", forced=False, salvage=True, model=tmp_path),
+    ]
+    fake.trace_passes = False
+    assert fake("replay", path) == 1
+    fake.trace_fault = ValueError("vLLM: recorded '0.31.0', here '0.32.0'")
+    capsys.readouterr()
+    assert fake("replay", path) == 2
+    assert "recorded '0.31.0'" in capsys.readouterr().err
+    path.write_text("{}")
+    assert fake("replay", path, "--runner", "v1") == 2
+    assert "--runner is for a trace" in capsys.readouterr().err
+
+
+def test_record_runs_what_stands_behind_two_dashes(
+    fake: FakeHarness, tmp_path: Path, capsys: Capture
+) -> None:
+    out = tmp_path / "t.trace"
+    assert fake("record", "--out", out, "--private", "--", "vllm", "serve", "--port", "1") == 0
+    assert fake.recorded == [
+        Recording(out=out, program=("vllm", "serve", "--port", "1"), runner=None, private=True)
+    ]
+    fake.program_exit = 3
+    assert fake("record", "--out", out, "--runner", "v1", "--", "x") == 1
+    assert "x ended with 3" in capsys.readouterr().err
+    assert fake("record", "--out", out, "--", "no-such") == 2
+    assert fake("record", "--out", out) == 2
+    assert "behind --" in capsys.readouterr().err
+    out.write_text("mine")
+    assert fake("record", "--out", out, "--", "x") == 2
+    assert "is there already" in capsys.readouterr().err
 
 
 def test_invariance_prints_a_line_for_each_way_and_what_differs(
@@ -923,7 +1023,7 @@ def test_no_difference_of_a_logprob_passes() -> None:
 
 
 @pytest.mark.parametrize(
-    ("growth", "translated", "status"), [(1.3, 1.3, 0), (1.31, 1.2, 1), (1.2, 1.31, 1)]
+    ("growth", "translated", "status"), [(1.3, 2.0, 0), (1.31, 1.2, 1), (1.2, 2.01, 1)]
 )
 def test_host_cost_passes_up_to_its_bound_and_draws_its_curves(
     fake: FakeHarness,
@@ -933,7 +1033,6 @@ def test_host_cost_passes_up_to_its_bound_and_draws_its_curves(
     tmp_path: Path,
     capsys: Capture,
 ) -> None:
-    bound = 1.3
     fake.growths = growth, translated
     out = tmp_path / "made" / "curves.svg"
     assert fake("host-cost", "--steps", 7, "--out", out) == status
@@ -941,7 +1040,7 @@ def test_host_cost_passes_up_to_its_bound_and_draws_its_curves(
     assert text.startswith("7 steps\n")
     assert _last_line(text) == (
         f"1,024 / 64 requests: bookkeeping {growth:.2f}, with the translation {translated:.2f} "
-        f"(bound {bound:g})"
+        "(bounds 1.3 and 2)"
     )
     assert out.read_text() == "<svg/>"
     assert fake("host-cost", "--out", tmp_path) == 2
@@ -999,3 +1098,117 @@ def test_the_bar_prints_the_same_lines(make_record: MakeRecord) -> None:
     assert len(lines) == 2
     assert "[2/2] crashed     [bold]: " in lines[1]
     assert all(line in shown for line in lines)
+
+
+# ---------------------------------------------------------------- shrink and case files
+
+
+def test_a_failing_case_is_kept_as_a_file_until_it_passes(
+    fake: FakeHarness, tmp_path: Path
+) -> None:
+    fake.verdicts["seeded"] = Verdict.WRONG_VALUE
+    assert fake("run", "--out", tmp_path) == 1
+    (file,) = (tmp_path / "failing").iterdir()
+    assert file.name == "seeded.json"
+    assert json.loads(file.read_text())["found"]["verdict"] == "WRONG_VALUE"
+    fake.verdicts.clear()
+    assert fake("run", "--out", tmp_path) == 0
+    assert not list((tmp_path / "failing").iterdir())
+
+
+def _short_file(folder: Path) -> Path:
+    file = folder / "short.json"
+    case_file.write(CaseFile(case=SHORT, pair=("v1", "v1")), file)
+    return file
+
+
+def test_run_takes_a_case_file(fake: FakeHarness, tmp_path: Path) -> None:
+    assert fake("run", "--case-file", _short_file(tmp_path), "--out", tmp_path / "out") == 0
+    (selection,) = fake.selections
+    (case,) = selection.cases
+    assert (case.id, case.file) == ("greedy.short", "short.json")
+    assert case.workload() == SHORT.workload()
+
+
+def test_run_refuses_a_case_file_given_twice(
+    fake: FakeHarness, tmp_path: Path, capsys: Capture
+) -> None:
+    file = _short_file(tmp_path)
+    given = ["--case-file", file, "--case-file", file]
+    assert fake("run", *given, "--out", tmp_path / "out") == 2
+    assert "named twice" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", [["run", "--case-file"], ["shrink"]])
+@pytest.mark.parametrize("content", [None, "{}"])
+def test_a_file_that_holds_no_case_is_refused(
+    fake: FakeHarness, tmp_path: Path, capsys: Capture, command: list[str], content: str | None
+) -> None:
+    file = tmp_path / "x.json"
+    if content is not None:
+        file.write_text(content)
+    assert fake(*command, file, "--out", tmp_path / "out") == 2
+    assert "name a file that mrv2-diff shrink or run wrote" in capsys.readouterr().err
+
+
+def test_shrink_writes_the_case_and_a_test_and_prints_a_script(
+    fake: FakeHarness, tmp_path: Path, capsys: Capture
+) -> None:
+    assert fake("shrink", "greedy", "--out", tmp_path) == 0
+    assert case_file.read(tmp_path / "greedy.short.json").case.workload() == SHORT.workload()
+    assert "def test_greedy_short()" in (tmp_path / "test_greedy_short.py").read_text()
+    out = capsys.readouterr().out
+    assert "step 0   add   a: prompt 1 2, max_tokens 1, greedy" in out
+    assert "seen in 3 of 3 runs of the whole case" in out
+    assert _last_line(out) == "shrink: 1 of 1 cases made short, to at most 1 requests and 2 steps"
+    (request,) = fake.shrunk
+    assert [case.fault for case in request.cases] == [None]
+
+
+def test_shrink_takes_the_pair_of_its_file(fake: FakeHarness, tmp_path: Path) -> None:
+    file = _short_file(tmp_path)
+    assert fake("shrink", file, "--out", tmp_path) == 0
+    assert fake("shrink", file, "--pair", "v1,mrv2", "--out", tmp_path) == 0
+    assert [request.pair for request in fake.shrunk] == [("v1", "v1"), ("v1", "mrv2")]
+
+
+def test_shrink_plants_faults_of_as_many_cases_as_there_are(
+    fake: FakeHarness, tmp_path: Path, capsys: Capture
+) -> None:
+    assert fake("shrink", "--mutants", "2", "--out", tmp_path) == 0
+    assert fake("shrink", "--mutant", "second", "--out", tmp_path) == 0
+    assert fake("shrink", "churn", "--mutant", "first", "--out", tmp_path) == 0
+    planted = [[(case.id, case.fault) for case in request.cases] for request in fake.shrunk]
+    assert planted == [
+        [("greedy", "first"), ("churn", "third")],
+        [("greedy", "second")],
+        [("churn", "first")],
+    ]
+    assert "first  WRONG_VALUE at slots  0 -> 1" in capsys.readouterr().out
+
+
+def test_shrink_fails_where_a_case_does_not(
+    fake: FakeHarness, tmp_path: Path, capsys: Capture
+) -> None:
+    fake.unshrinkable = {"greedy"}
+    assert fake("shrink", "greedy", "--out", tmp_path) == 1
+    out = capsys.readouterr().out
+    assert "greedy: nothing to shrink: the case does not fail" in out
+    assert _last_line(out) == "shrink: 0 of 1 cases fail"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "name a case, a case file, or a fault"),
+        (["greeedy"], "no case is called 'greeedy'; choose from: greedy"),
+        (["--mutant", "frist"], "no fault is called 'frist'; choose from: first"),
+        (["greedy", "--pair", "a,b"], "no pair is called 'a,b'"),
+    ],
+)
+def test_shrink_refuses_what_it_does_not_know(
+    fake: FakeHarness, tmp_path: Path, capsys: Capture, arguments: list[str], message: str
+) -> None:
+    assert fake("shrink", *arguments, "--out", tmp_path) == 2
+    assert message in capsys.readouterr().err
+    assert not fake.shrunk

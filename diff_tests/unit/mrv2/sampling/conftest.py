@@ -33,7 +33,7 @@ class StageRows:
         self.arena = arena = Arena(Transfers(torch.device(device)))
         self.requests = RequestColumns(max_num_reqs, max_model_len, arena)
         resources = StageResources(
-            max_num_reqs=max_num_reqs,
+            num_rows=max_num_reqs,
             vocab_size=vocab_size,
             arena=arena,
             columns=DrawColumns(max_num_reqs, arena),

@@ -31,7 +31,7 @@ def resources(max_num_reqs: int = 8, vocab_size: int = 100) -> StageResources:
         kv_groups=(),
     )
     return StageResources(
-        max_num_reqs=max_num_reqs,
+        num_rows=max_num_reqs,
         vocab_size=vocab_size,
         arena=arena,
         columns=DrawColumns(max_num_reqs, arena),

@@ -124,7 +124,7 @@ def test_the_stage_is_wanted_by_random_rows_with_a_top_k_or_a_top_p() -> None:
     columns = DrawColumns(8, arena)
     stage = TopKTopP(
         StageResources(
-            max_num_reqs=8,
+            num_rows=8,
             vocab_size=50,
             arena=arena,
             columns=columns,
