@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -24,9 +25,13 @@ process.prepare()
 # E402: vLLM reads the environment when it is imported.
 import torch  # noqa: E402
 from torch import Tensor  # noqa: E402
+from torch.nn import Module  # noqa: E402
 
 from mrv2_diff.apart import run_apart  # noqa: E402
 from mrv2_diff.lockstep.engine import LockstepEngine  # noqa: E402
+from mrv2_diff.lockstep.layers import layers_of  # noqa: E402
+from mrv2_diff.lockstep.subjects import Subject  # noqa: E402
+from mrv2_diff.lockstep.worker import LockstepWorker  # noqa: E402
 from mrv2_diff.models.checkpoint import cached_model  # noqa: E402
 from mrv2_diff.referee import Referee  # noqa: E402
 from mrv2_diff.run import RunRequest, run_cases  # noqa: E402
@@ -100,17 +105,37 @@ def test_a_fault_of_ours_is_seen_beside_upstream_and_not_between_the_others(tmp_
     assert ", mrv2 has " in found[("mrv2", "vllm-v2")].summary
 
 
-def _judged(fault: AbstractContextManager[object]) -> Record:
+def _judged(fault: AbstractContextManager[object], *, layers: bool = False) -> Record:
     request = RunRequest(
         cases=(CASES["lifecycle.greedy"],),
         pair=("v1", "mrv2"),
         model=None,
         small=True,
         referee=True,
+        layers=layers,
     )
     with fault:
         (record,) = run_cases(request)
     return record
+
+
+@contextmanager
+def _layer_of_ours(number: int) -> Iterator[None]:
+    """Let one value behind a layer of our runner be a little too large."""
+    build = LockstepWorker._build
+
+    def builds(self: LockstepWorker, name: str) -> Subject:
+        subject = build(self, name)
+        if name == "mrv2":
+            layers_of(subject.runner.get_model())[number].register_forward_hook(_raise_one_value)
+        return subject
+
+    with patch.object(LockstepWorker, "_build", builds):
+        yield
+
+
+def _raise_one_value(_layer: Module, _inputs: Any, output: tuple[Tensor, Tensor]) -> None:
+    output[0][-1, 7] += 0.125
 
 
 @contextmanager
@@ -138,6 +163,21 @@ def _logits_of(side: str) -> Iterator[None]:
 
     with patch.object(LockstepEngine, "__init__", starts):
         yield
+
+
+def test_a_fault_in_one_layer_is_named_by_that_layer() -> None:
+    record = _judged(_layer_of_ours(1), layers=True)
+    assert record.verdict is Verdict.WRONG_VALUE
+    first = record.first_divergence
+    assert first is not None
+    assert (first.value, first.index, first.step) == ("hidden_states.1", 7, 0)
+    assert [near.index for near in first.around] == list(range(4, 11))
+    differ = [near.index for near in first.around if near.reference != near.candidate]
+    assert differ == [7]
+    assert record.agreements["hidden_states.0"].differing == 0
+    assert record.agreements["hidden_states.0"].compared > 10_000
+    assert {"hidden_states.0", "hidden_states.1"} < set(record.noise_floor)
+    assert "--layers" in record.command
 
 
 def test_where_ours_is_wrong_the_referee_is_nearer_v1() -> None:

@@ -158,6 +158,8 @@ def _add_run(commands: "_Commands[argparse.ArgumentParser]") -> None:
     run.add_argument("--referee", action="store_true", help="where logits differ beyond the "
                      "floor, ask transformers' model in a higher precision who is "
                      "right")  # fmt: skip
+    run.add_argument("--layers", action="store_true", help="compare the hidden states behind each "
+                     "layer, too, so that the first wrong layer is named")  # fmt: skip
     run.add_argument("--model", type=Path, metavar="DIR", help="checkpoint to run on, instead of "
                      "the tiny one that each case names")  # fmt: skip
     run.add_argument("--graphs", choices=GRAPHS, default="none", help="CUDA graphs of both "
@@ -425,6 +427,10 @@ def _whole_number(high: int) -> Callable[[str], int]:
 
 def _run(arguments: argparse.Namespace, harness: Harness) -> int:
     pairs = _pairs(arguments)
+    if arguments.layers and arguments.graphs != "none":
+        raise BadInputError(
+            "--layers looks into each forward, which --graphs replays as a whole; leave one out"
+        )
     small = arguments.small or any(UPSTREAM in pair for pair in pairs)
     cases = selected(harness.cases(), arguments.area, arguments.case, arguments.case_file)
     if small:
@@ -437,6 +443,7 @@ def _run(arguments: argparse.Namespace, harness: Harness) -> int:
         graphs=arguments.graphs,
         small=small,
         referee=arguments.referee,
+        layers=arguments.layers,
     )
     label = _model_label(selection.model)
     folder = RecordsFolder(arguments.out, resume=arguments.resume)

@@ -72,6 +72,8 @@ class Selection:
     """Whether cases run in their small form."""
     referee: bool = False
     """Whether a referee rules on rows of logits on which two runners disagree."""
+    layers: bool = False
+    """Whether hidden states are compared layer by layer, too."""
 
     @property
     def pairs(self) -> tuple[tuple[str, str], ...]:
@@ -235,6 +237,7 @@ def _run(selection: Selection, on_step: OnStep) -> Iterator[Record]:
         further=selection.further,
         small=selection.small,
         referee=selection.referee,
+        layers=selection.layers,
     )
     return run_cases(request, on_step)
 

@@ -11,6 +11,8 @@ import sys
 from typing import Any
 
 VARIABLE = "TRITON_INTERPRET"
+_LIMITS = {"VLLM_MAX_NUM_BAD_WORDS": "1024", "VLLM_MAX_BAD_WORDS_TOTAL_TOKENS": "4096"}
+"""V2's own limits, below what V1 and the cases have; both are settings of vLLM."""
 
 
 def prepare() -> None:
@@ -37,6 +39,8 @@ def prepare() -> None:
             "has a CUDA device; hide it: CUDA_VISIBLE_DEVICES= mrv2-diff run ..."
         )
     os.environ[VARIABLE] = "1"
+    for name, limit in _LIMITS.items():
+        os.environ.setdefault(name, limit)
     _backends()["cpu"] = _backend()
 
 

@@ -9,13 +9,15 @@ from mrv2_diff.case import Add, Case, Event
 from mrv2_diff.compare import right as right_rows
 from mrv2_diff.compare.right import Effects, RightRows, compare_right
 from mrv2_diff.compare.steps import OF_PROMPTS, Expectations, compare_ledgers, compare_step
-from mrv2_diff.compare.tally import Place, Tally
+from mrv2_diff.compare.tally import HIDDEN, Place, Tally
 from mrv2_diff.observation import Observation
 from mrv2_diff.record import Latency, Memory
 from mrv2_diff.referee import Ruling
 from mrv2_diff.verdict import Divergence, Verdict
 
 _ALWAYS = (
+    "plan",
+    "layout",
     "input_ids",
     "positions",
     "seq_lens",
@@ -28,7 +30,8 @@ _ALWAYS = (
 """Values that every case compares; none at all is a failure."""
 
 _FLOATS = frozenset({"logits", "processed_logits", "logprobs"})
-"""Values of which nothing can be said where the noise is too large or V1's are not finite."""
+"""Values of which nothing can be said where the noise is too large or V1's are not finite. So are
+hidden states."""
 
 MAX_NEAR_TIES = 0.01
 """Most tokens that may be near ties, of those that were compared. More are no accident."""
@@ -82,7 +85,8 @@ def judge(case: Case, outcome: Outcome) -> tuple[Verdict, str]:
     ruling, first = outcome.ruling, outcome.tally.first
     if ruling is None or first is None:
         return verdict, summary
-    if first.value == "logits" and verdict is Verdict.WRONG_VALUE and ruling.clears_candidate:
+    is_models = first.value == "logits" or _is_hidden(first)
+    if is_models and verdict is Verdict.WRONG_VALUE and ruling.clears_candidate:
         verdict = Verdict.REFERENCE_WRONG
     return verdict, f"{summary}; {ruling.sentence(outcome.reference)}"
 
@@ -92,7 +96,9 @@ def _judge(case: Case, outcome: Outcome) -> tuple[Verdict, str]:
     ignored = outcome.effects.ignored()
     if ignored and (first is None or first.value in ("processed_logits", right_rows.VALUE)):
         return Verdict.IGNORED, _ignored(ignored, outcome.reference)
-    if first is not None and first.value not in _FLOATS:  # a crash that follows is a consequence
+    if (
+        first is not None and first.value not in _FLOATS and not _is_hidden(first)
+    ):  # a crash that follows is a consequence
         return _fault(first, outcome.reference)
     if first is None and outcome.crash is not None:
         return Verdict.CRASHED, f"the candidate failed: {outcome.crash.strip().splitlines()[-1]}"
@@ -118,7 +124,7 @@ def _agreement(case: Case, tally: Tally, request_steps: int) -> tuple[Verdict, s
             f"{tally.near_ties} of {tokens} tokens differ where two logits lie within the floor; "
             f"at most {MAX_NEAR_TIES:.0%} may"
         )
-    if case.departure is not None:
+    if case.departure is not None and (tally.departed or case.departure.is_certain):
         rows = f"{tally.departed} rows of {case.departure.value}"
         return case.departure.verdict, f"in {rows} only V1 is off its right value: " + (
             case.departure.why
@@ -129,6 +135,10 @@ def _agreement(case: Case, tally: Tally, request_steps: int) -> tuple[Verdict, s
         )
     total = sum(item.compared for item in tally.totals.values())
     return Verdict.MATCH, f"{total} values agree over {request_steps} request-steps"
+
+
+def _is_hidden(first: Divergence) -> bool:
+    return first.value.startswith(HIDDEN)
 
 
 def _ignored(ignored: dict[str, list[str]], reference: str) -> str:
@@ -249,7 +259,9 @@ def _absent(case: Case, outcome: Outcome) -> list[str]:
     absent += [
         f"events of kind {kind}" for kind in sorted(case.expects) if not outcome.events.get(kind)
     ]
-    if case.departure is not None and not outcome.tally.departed:
+    departs = case.departure is not None and case.departure.is_certain
+    if departs and not outcome.tally.departed:
+        assert case.departure is not None
         absent.append(f"rows in which V1 is expected to be wrong ({case.departure.why})")
     absent += [
         f"rows that {name} could change"

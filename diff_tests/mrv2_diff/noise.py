@@ -19,7 +19,9 @@ less.
 """
 
 SCHEDULES = ("reordered", "other neighbours", "other chunks")
-
+"""Forms of a step other than its own."""
+FLOOR_SCHEDULES = ("same", *SCHEDULES)
+"""Forms under which the reference is held against itself: a repeat, and the others."""
 
 NUM_REQUESTS = 40
 FEW_REQUESTS = 10

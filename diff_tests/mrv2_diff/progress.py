@@ -127,4 +127,21 @@ class CaseLines:
             f"{place} {verdict_text(record.verdict):<11} {record.id}: "
             f"{count_text(values)} values compared, {seconds:.1f} s"
         )
-        return line if record.verdict.passes else f"{line}: {record.summary}"
+        needs = required_text(record)
+        line = f"{line}, {needs}" if needs else line
+        if record.verdict.passes:
+            return line
+        lines = [f"{line}: {record.summary}"]
+        if record.first_divergence is not None:
+            lines += record.first_divergence.around_lines(record.pair)
+        return "\n    ".join(lines)
+
+
+def required_text(record: Record) -> str:
+    """Return the tolerance that a record's floats require, beside the bound of twice the floor."""
+    needed = [
+        f"{value} {agreement.required_tolerance:.3g} (floor {record.noise_floor[value]:.3g})"
+        for value, agreement in record.agreements.items()
+        if value in record.noise_floor
+    ]
+    return f"required spacings: {', '.join(needed)}" if needed else ""

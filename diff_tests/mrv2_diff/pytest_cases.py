@@ -218,6 +218,7 @@ def failure_text(case: Case, record: Record) -> str:
             ("bound", first.policy),
         ]
         lines += [f"  {name:<16} {text}" for name, text in rows]
+        lines += [f"    {line}" for line in first.around_lines(record.pair)]
     if record.error:
         lines += ["", record.error.rstrip(), ""]
     lines.append(f"run it again:  {record.command}")

@@ -14,15 +14,18 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import torch
+
 from mrv2.errors import ConfigError, UnsupportedByRunner
-from mrv2_diff import instruments, interpreter, noise
+from mrv2_diff import floors, instruments, interpreter, known_upstream, noise
 from mrv2_diff.apart import MODE, run_apart
 from mrv2_diff.case import Add, Case, EngineSpec, Event
 from mrv2_diff.compare import right
 from mrv2_diff.compare.right import RightRows
 from mrv2_diff.compare.steps import OF_PROMPTS, compare_step
-from mrv2_diff.compare.tally import Place, Tally
+from mrv2_diff.compare.tally import HIDDEN, Place, Tally
 from mrv2_diff.environment import collect
+from mrv2_diff.harness import UPSTREAM
 from mrv2_diff.judge import (
     Outcome,
     add_ledgers,
@@ -38,6 +41,7 @@ from mrv2_diff.lockstep.subjects import Subject
 from mrv2_diff.lockstep.worker import HarnessError, Pass, StepReport
 from mrv2_diff.models.checkpoint import cached_model
 from mrv2_diff.record import Record
+from mrv2_diff.reduction_noise import ReductionNoise
 from mrv2_diff.referee import ABOVE, Disputes, Referee, rule
 from mrv2_diff.small import small_form
 from mrv2_diff.verdict import Verdict
@@ -46,9 +50,8 @@ OnStep = Callable[[str, int], None]
 
 _NAMES = {"v1": "V1"}
 """What sentences call a reference, where it is not by the name of its pair."""
-_BY_KERNELS = ("processed_logits", "logprobs")
-"""Values that runners make with kernels of their own, from equal logits, where Triton is
-interpreted. V1 against itself shows no rounding of theirs; the bound of right values has it."""
+_NO_NOISE = frozenset({"date", "commit", "mrv2", "seed", "platform", "cores", "noise floor"})
+"""Of an environment: what the reference's noise does not depend on."""
 _WARMUP_STEPS = 3
 """Steps of a latency pass that do not count."""
 _MEASURED_STEPS = 40
@@ -74,6 +77,8 @@ class RunRequest:
     """Whether cases run in their small form, without measures."""
     referee: bool = False
     """Whether a referee rules on rows of logits on which two runners disagree."""
+    layers: bool = False
+    """Whether hidden states are compared layer by layer, too; not with graphs."""
 
     @property
     def pairs(self) -> tuple[tuple[str, str], ...]:
@@ -110,6 +115,11 @@ class CaseRunner:
 
     def __init__(self, request: RunRequest, on_step: OnStep | None = None) -> None:
         device.check_graphs(request.graphs)
+        if request.layers and request.graphs != "none":
+            raise ConfigError(
+                "--layers looks into each forward, which a graph replays as a whole; leave out "
+                "--graphs, or --layers"
+            )
         if interpreter.is_prepared():
             device.settle_interpreter()
         compiled = "off" if os.environ.get("TORCH_COMPILE_DISABLE") == "1" else "on"
@@ -258,7 +268,10 @@ class _Bench:
             outcome = Outcome(Tally(None), crash=traceback.format_exc(limit=-6))
             summary = "the reference or its engine failed, where no case expects it"
             return self._record(case, pair, outcome, Verdict.INCONCLUSIVE, summary)
-        return self._record(case, pair, outcome, *judge(case, outcome))
+        verdict, summary = judge(case, outcome)
+        if pair[1] == UPSTREAM:
+            verdict, summary = known_upstream.judged(case.id, outcome, verdict, summary)
+        return self._record(case, pair, outcome, verdict, summary)
 
     def _ready(self) -> LockstepEngine:
         if self._engine is None:
@@ -274,7 +287,7 @@ class _Bench:
             self._stack.callback(self._engine.close)
             if device.kind() == "cuda":
                 attention = self._engine.worker.reference.attention()
-                self._engine_facts = {
+                self._engine_facts |= {
                     "attention": ", ".join(attention),
                     "arithmetic": self._engine.arithmetic,
                 }
@@ -282,14 +295,9 @@ class _Bench:
 
     def _passes(self, engine: LockstepEngine, case: Case, pair: tuple[str, str]) -> Outcome:
         if self._floor is None:
-            few = noise.FEW_REQUESTS if self._request.small else noise.NUM_REQUESTS
-            self._floor = measure_floor(engine, few)
+            self._floor = self._known_floor(engine)
         bounds = {value: noise.MARGIN * floor for value, floor in self._floor.items()}
         bounds[right.VALUE] = right.BOUND
-        if interpreter.is_prepared():
-            for value in _BY_KERNELS:
-                bounds[value] = max(bounds[value], right.BOUND)
-        bounds[OF_PROMPTS] = bounds["logprobs"]
         outcome = Outcome(
             Tally(bounds),
             inconclusive=floor_fault(self._floor, engine.arithmetic),
@@ -310,6 +318,29 @@ class _Bench:
             if outcome.crash is not None:
                 return outcome
         return outcome
+
+    def _known_floor(self, engine: LockstepEngine) -> dict[str, float]:
+        """Return the floor of this engine, kept from another run or measured now."""
+        few = noise.FEW_REQUESTS if self._request.small else noise.NUM_REQUESTS
+        model = self._request.model or cached_model(self.spec.model)
+        known = floors.floor_of(
+            {name: value for name, value in self._environment.items() if name not in _NO_NOISE}
+            | {name: value for name, value in self._engine_facts.items() if name not in _NO_NOISE}
+            | {
+                "arithmetic": engine.arithmetic,
+                "dtype": engine.dtype,
+                "engine": repr(self.spec),
+                "layers": str(self._request.layers),
+                "measured by": floors.measuring_hash(),
+                "model hash": floors.model_hash(model),
+                "probe": repr(noise.probe(few)),
+                "threads": str(torch.get_num_threads()),
+            },
+            lambda: measure_floor(engine, few, layers=self._request.layers),
+            floors.floors_folder(),
+        )
+        self._engine_facts["noise floor"] = known.origin
+        return known.spacings
 
     def _ask_referee(
         self, engine: LockstepEngine, outcome: Outcome, disputes: Disputes | None
@@ -370,6 +401,7 @@ class _Bench:
             forced=mode == "forced",
             schedule=schedule,
             listener=listen,
+            layers=self._request.layers,
         )
         engine.run(events, settings)
         _count_modes(outcome, engine, candidate)
@@ -418,6 +450,8 @@ def _command(case: Case, pair: tuple[str, str], request: RunRequest) -> str:
         parts.append("--small")
     if request.referee:
         parts.append("--referee")
+    if request.layers:
+        parts.append("--layers")
     if request.model is not None:
         parts += ["--model", request.model.name]
     if request.graphs != "none":
@@ -459,9 +493,12 @@ def _record_apart(case: Case, request: RunRequest, environment: dict[str, str]) 
 
 
 def measure_floor(
-    engine: LockstepEngine, num_requests: int = noise.NUM_REQUESTS
+    engine: LockstepEngine, num_requests: int = noise.NUM_REQUESTS, *, layers: bool = False
 ) -> dict[str, float]:
     """Return the reference's largest difference from itself, in spacings, by kind of value.
+
+    Where runners have kernels of their own on this device, that of V1's normalizer over the
+    vocabulary counts, too.
 
     Raises:
         RuntimeError: The reference fails beside itself, or is given other inputs.
@@ -469,21 +506,32 @@ def measure_floor(
     events = noise.probe(num_requests)
     expected = expectations(events, engine.logprobs_mode)
     tally = Tally(None)
+    sums = ReductionNoise(engine.worker.reference.logprobs_of, engine.vocab_size)
+    with_sums = interpreter.is_prepared() and not engine.logprobs_mode.endswith("logits")
 
     def listen(report: StepReport) -> None:
         if report.reference is not None and report.candidate is not None:
             place = Place("forced", report.number)
             compare_step(tally, place, expected, report.reference, report.candidate)
+            if with_sums:
+                sums.add(report.reference.logits)
 
-    for schedule in noise.SCHEDULES:
-        engine.run(events, Pass(candidate="v1", forced=True, schedule=schedule, listener=listen))
+    for schedule in noise.FLOOR_SCHEDULES:
+        settings = Pass(
+            candidate="v1", forced=True, schedule=schedule, listener=listen, layers=layers
+        )
+        engine.run(events, settings)
         if engine.worker.crash is not None:
             raise RuntimeError(f"the reference failed beside itself:\n{engine.worker.crash}")
     if tally.first is not None:
         raise RuntimeError(f"the reference differs from itself beyond rounding: {tally.first}")
-    return {
-        value: tally.totals[value].required for value in ("logits", "processed_logits", "logprobs")
-    }
+    floats = [value for value in tally.totals if value.startswith(f"{HIDDEN}.")]
+    floats += ["logits", "processed_logits", "logprobs"]
+    floor = {value: tally.totals[value].required for value in floats}
+    floor[OF_PROMPTS] = floor["logprobs"]
+    for value, spacings in sums.spacings.items():
+        floor[value] = max(floor[value], spacings)
+    return floor
 
 
 def _modes(case: Case, pair: tuple[str, str]) -> list[tuple[str, str]]:

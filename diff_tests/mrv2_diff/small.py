@@ -8,6 +8,7 @@ The rule, for every case alike:
   request has more than `MAX_OUTPUTS` tokens, or must have more than half of them. So nearly all end
   within `MAX_STEPS`.
 - Prompts stay whole: chunks and cached prefixes depend on them.
+- Where V1 is expected to leave the right values, it may, and need not.
 - Where a case expects preemptions, there are `SHARE_OF_BLOCKS` of the blocks that its requests need
   at their ends, no less than what one needs; and each prompt is cut to end `BEFORE_BLOCK` tokens
   before a block does, so that requests soon want another one; and all arrive at once.
@@ -58,8 +59,11 @@ def small_form(case: Case) -> Case:
     if "preemptions" in case.expects:
         events = tuple(_cut_before_block(event, engine.block_size) for event in events)
         engine = _tight(events, engine)
+    departure = case.departure
+    if departure is not None:
+        departure = replace(departure, is_certain=False)
     remark = f"{REMARK}; {case.remark}" if case.remark else REMARK
-    return replace(case, workload=lambda: events, engine=engine, remark=remark)
+    return replace(case, workload=lambda: events, engine=engine, remark=remark, departure=departure)
 
 
 def _adds(events: Sequence[Event]) -> list[Add]:

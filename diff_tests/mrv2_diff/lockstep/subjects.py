@@ -174,6 +174,11 @@ class V1Subject:
         """Return the KV cache of each layer."""
         return list(self.runner.kv_caches)
 
+    def logprobs_of(self, logits: Tensor) -> Tensor:
+        """Return V1's own logprobs of rows of logits, [num_rows, vocab_size]."""
+        logprobs: Tensor = self._forcing.compute_logprobs(logits)
+        return logprobs
+
     def attention(self) -> list[str]:
         """Return the names of the attention backends."""
         groups = [group for row in self.runner.attn_groups for group in row]

@@ -9,7 +9,7 @@ import copy
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -21,6 +21,7 @@ from vllm.v1.outputs import ModelRunnerOutput
 
 from mrv2.errors import UnsupportedByRunner
 from mrv2_diff.lockstep import device
+from mrv2_diff.lockstep.layers import LayerCopies
 from mrv2_diff.lockstep.schedules import SCHEDULES
 from mrv2_diff.lockstep.subjects import SUBJECTS, Subject, V1Subject, initialize, load
 from mrv2_diff.observation import Observation, merge
@@ -79,6 +80,8 @@ class Pass:
     alternate: bool = False
     """Let the candidate go first in every other step, for fair timing; only without forcing
     and without grammars, whose masks come with the step's second half."""
+    layers: bool = False
+    """Whether observations have the hidden states behind each layer; only for eager steps."""
     wrap: Wrap | None = None
     listener: Callable[[StepReport], None]
 
@@ -102,6 +105,8 @@ class LockstepWorker(_Worker):
         """The step, for a reference that is not V1."""
         self._number = 0
         self._report: StepReport | None = None
+        self._layers: dict[int, LayerCopies] = {}
+        """Of the subjects of the pass, by their identity."""
         self.crash: str | None = None
         self.refusal: UnsupportedByRunner | None = None
 
@@ -128,6 +133,9 @@ class LockstepWorker(_Worker):
             raise
         except Exception:  # noqa: BLE001 - as in `_contained`
             self._crashed()
+        names = {settings.reference, settings.candidate} if settings.layers else set()
+        beside_v1 = [subject for name, subject in self._candidates.items() if name in names]
+        self._watch_layers([self._reference, *beside_v1] if names else [])
 
     def end(self) -> None:
         """Leave the pass.
@@ -197,7 +205,7 @@ class LockstepWorker(_Worker):
             "reference", lambda: self._reference.sample(None, grammar_output)
         )
         if settings.observe:
-            report.driver = report.reference = self._reference.observation()
+            report.driver = report.reference = self._observed(self._reference)
         drawn = zip(output.req_ids, output.sampled_token_ids, strict=True)
         forced = (
             {req_id: tokens[0] for req_id, tokens in drawn if tokens} if settings.forced else None
@@ -220,6 +228,20 @@ class LockstepWorker(_Worker):
                 subject.runner.capture_model()  # the worker does it for the reference alone
         return subject
 
+    def _observed(self, subject: Subject) -> Observation:
+        observation, copies = subject.observation(), self._layers.get(id(subject))
+        if copies is None:
+            return observation
+        return replace(observation, layers=copies.take(len(observation.input_ids)))
+
+    def _watch_layers(self, subjects: list[Subject]) -> None:
+        """Copy hidden states by layer of these subjects, and of no others any more."""
+        for copies in self._layers.values():
+            copies.close()
+        self._layers = {
+            id(subject): LayerCopies(subject.runner.get_model()) for subject in subjects
+        }
+
     def _run_other_reference(
         self, step: SchedulerOutput, forced: dict[str, int] | None, grammar: GrammarOutput | None
     ) -> None:
@@ -231,7 +253,7 @@ class LockstepWorker(_Worker):
         report.reference = None
         if subject.execute(step) is None:
             subject.sample(forced, grammar)
-            report.reference = subject.observation() if settings.observe else None
+            report.reference = self._observed(subject) if settings.observe else None
         device.restore_random_state(self.device, state)
 
     def _finish_empty(self) -> None:
@@ -289,7 +311,7 @@ class LockstepWorker(_Worker):
                 continue
             self._timed("candidate", lambda: candidate.sample(forced, grammar))
             if settings.observe:
-                parts.append(candidate.observation())
+                parts.append(self._observed(candidate))
         self._steps = []
         device.restore_random_state(self.device, state)
         if parts:
