@@ -451,6 +451,7 @@ def _run(arguments: argparse.Namespace, harness: Harness) -> int:
     kept = [record for record in _read_or_refuse(folder)
             if record.id in wanted and record.pair in pairs
             and (record.environment.get("form") == "small") == small
+            and ("layers" in record.environment) == selection.layers
             and record.environment.get("graphs", "none") == selection.graphs
             and record.environment.get("model") == label]  # fmt: skip
     records = _of_this_source(kept, harness) if kept else []

@@ -39,6 +39,7 @@ examples:
   mrv2-diff run --graphs FULL_DECODE_ONLY          with CUDA graphs, on a CUDA device
   mrv2-diff run --runners v1,mrv2,vllm-v2          three runners, every pair, small cases
   mrv2-diff run --referee                          ask a third model who is right
+  mrv2-diff run --layers                           name the first layer that differs
   mrv2-diff run --resume                           go on after an interruption
   mrv2-diff run --case-file ./short/a.b.json       a case that shrink or a run wrote
 
@@ -55,6 +56,9 @@ pairs.
 checkpoint in a higher precision, without a KV cache, and says which runner is nearer. Where in all
 of them the reference is further away than rounding and the candidate is not, the verdict is
 `reference wrong`.
+
+The noise floor is measured once for each engine and environment and kept in the user's cache,
+mrv2/floors; each case's line says the spacings that it required beside it.
 
 The last line is `parity: N cases, N match, ...`.
 

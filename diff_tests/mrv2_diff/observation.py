@@ -56,6 +56,9 @@ class Observation:
     logprobs: ObservedLogprobs | None
     prompt_logprobs: Mapping[str, ObservedLogprobs] = field(default_factory=dict)
     """Those that the step returned, by request: a row for each token of a prompt but the first."""
+    blocks: Mapping[str, tuple[Ints, ...]] = field(default_factory=dict)
+    """Blocks that attention reads for each request, by KV group; none where a subject does not say.
+    """
     layers: tuple[Tensor, ...] = ()
     """[num_tokens, hidden_size] float32 behind each layer; none where they are not asked for."""
 
@@ -122,6 +125,7 @@ def _concatenate(first: Observation, second: Observation) -> Observation:
         drawn=np.concatenate((first.drawn, second.drawn)),
         logprobs=_concatenate_logprobs(first, second),
         prompt_logprobs={**first.prompt_logprobs, **second.prompt_logprobs},
+        blocks={**first.blocks, **second.blocks},
         layers=tuple(torch.cat(pair) for pair in zip(first.layers, second.layers, strict=True)),
     )
 

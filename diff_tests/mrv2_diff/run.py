@@ -135,6 +135,8 @@ class CaseRunner:
             self._environment["triton"] += ", interpreted"
         if request.small:
             self._environment["form"] = "small"
+        if request.layers:
+            self._environment["layers"] = "compared"
         self._bench: _Bench | None = None
         self._closed_starts = 0
 
@@ -330,7 +332,6 @@ class _Bench:
                 "arithmetic": engine.arithmetic,
                 "dtype": engine.dtype,
                 "engine": repr(self.spec),
-                "layers": str(self._request.layers),
                 "measured by": floors.measuring_hash(),
                 "model hash": floors.model_hash(model),
                 "probe": repr(noise.probe(few)),

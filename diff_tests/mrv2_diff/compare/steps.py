@@ -22,7 +22,7 @@ from mrv2_diff.compare.right import (
     same_logits,
     wanted_values,
 )
-from mrv2_diff.compare.tally import HIDDEN, FloatArray, Place, Tally
+from mrv2_diff.compare.tally import BLOCKS, HIDDEN, FloatArray, Place, Tally
 from mrv2_diff.observation import Ints, Observation, ObservedLogprobs, token_index
 
 OF_PROMPTS = "prompt_logprobs"
@@ -77,6 +77,7 @@ def compare_step(
     if not same_requests:
         return
     _compare_inputs(tally, place, reference, candidate)
+    _compare_blocks(tally, place, reference, candidate)
     _compare_layers(tally, place, reference, candidate)
     compare_prompt_logprobs(tally, place, reference.prompt_logprobs, candidate.prompt_logprobs)
     if sorted(reference.draw_ids) != sorted(candidate.draw_ids):
@@ -177,6 +178,20 @@ def _compare_inputs(
     tally.exact("seq_lens", place, order, reference.seq_lens, candidate.seq_lens[requests])
     theirs = np.stack([slots[index] for slots in candidate.slots], axis=1)
     tally.exact("slots", place, owners, np.stack(reference.slots, axis=1), theirs)
+
+
+def _compare_blocks(
+    tally: Tally, place: Place, reference: Observation, candidate: Observation
+) -> None:
+    """Compare the blocks that attention reads, where both say which."""
+    if not reference.blocks or not candidate.blocks:
+        return
+    order = reference.req_ids
+    ours, theirs = (
+        [np.concatenate(side.blocks[req_id]) for req_id in order] for side in (reference, candidate)
+    )
+    owners = np.repeat(order, [len(blocks) for blocks in ours]).tolist()
+    tally.exact(BLOCKS, place, owners, np.concatenate(ours), np.concatenate(theirs))
 
 
 def _compare_layers(

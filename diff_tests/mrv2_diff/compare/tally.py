@@ -32,6 +32,8 @@ CHAIN = (
 """The compared values, in the order in which a step makes them. Hidden states by layer, where they
 are asked for, come before the logits."""
 
+BLOCKS = "block_tables"
+"""Blocks that attention reads. Compared behind the slots, on a CPU."""
 HIDDEN = "hidden_states"
 """Name of a layer's hidden states is this, a dot, and the number of the layer."""
 _AROUND = 3

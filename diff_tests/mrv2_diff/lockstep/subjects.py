@@ -29,10 +29,12 @@ from mrv2_diff.lockstep import device
 from mrv2_diff.lockstep.upstream import VllmV2Subject
 from mrv2_diff.lockstep.values import (
     Forced,
+    block_sizes_of,
     ints,
     poison,
     prompt_logprobs_of,
     rows_of_logprobs,
+    used_blocks,
 )
 from mrv2_diff.observation import Observation, ObservedLogprobs
 
@@ -128,16 +130,24 @@ class V1Subject:
         processed = raw if self._processed is None else self._processed
         own = self._forcing.own_choice
         assert own is not None
+        seq_lens = ints(runner.seq_lens[:num_reqs])
+        tables = runner.input_batch.block_table.block_tables
+        on_cpu = all(table.block_table.gpu.device.type == "cpu" for table in tables)
         return Observation(
             req_ids=list(output.req_ids),
             query_lens=np.diff(query_start_loc),
             input_ids=ints(runner.input_ids.gpu[:num_tokens]),
             positions=ints(runner.positions[:num_tokens]),
-            seq_lens=ints(runner.seq_lens[:num_reqs]),
-            slots=tuple(
-                ints(table.slot_mapping.gpu[:num_tokens])
-                for table in runner.input_batch.block_table.block_tables
-            ),
+            seq_lens=seq_lens,
+            slots=tuple(ints(table.slot_mapping.gpu[:num_tokens]) for table in tables),
+            blocks=used_blocks(
+                [table.block_table.gpu for table in tables],
+                block_sizes_of(runner),
+                output.req_ids,
+                seq_lens,
+            )
+            if on_cpu
+            else {},
             draw_ids=[output.req_ids[index] for index in drawn],
             logits=raw.cpu()[drawn],
             processed_logits=processed.cpu()[drawn],
@@ -253,7 +263,7 @@ class Mrv2Subject:
     def observation(self) -> Observation:
         """Return what the last step did, in our order."""
         assert self._output is not None
-        return self._trace.observation(self._output)
+        return self._trace.observation(self._output, block_sizes_of(self.runner))
 
     def ledger(self) -> dict[str, dict[str, object]]:
         """Return what the request ledger remembers."""
@@ -367,13 +377,14 @@ class StepCopies:
                 "positions": ints(value.positions),
                 "seq_lens": ints(value.seq_lens[:num_reqs]),
                 "slots": tuple(ints(slots) for slots in value.slots),
+                "block_tables": tuple(table[:num_reqs].clone() for table in value.block_tables),
             }
         elif probe in ("logits", "processed_logits") and isinstance(value, Tensor):
             self._values[probe] = value.float().clone()
         elif isinstance(value, SamplerOutput):
             self._values["tokens"] = ints(value.token_ids)
 
-    def observation(self, output: ModelRunnerOutput) -> Observation:
+    def observation(self, output: ModelRunnerOutput, block_sizes: list[int]) -> Observation:
         """Return what was returned, with the copies of what it came from.
 
         Tokens and logprobs are taken from the output as vLLM's scheduler takes them. The copies are
@@ -394,6 +405,9 @@ class StepCopies:
             positions=values["positions"],
             seq_lens=values["seq_lens"],
             slots=values["slots"],
+            blocks=used_blocks(
+                values["block_tables"], block_sizes, list(layout.req_ids), values["seq_lens"]
+            ),
             draw_ids=draw_ids,
             logits=values["logits"].cpu()[rows],
             processed_logits=values["processed_logits"].cpu()[rows],

@@ -20,10 +20,12 @@ from mrv2_diff import interpreter
 from mrv2_diff.lockstep.dialect import V2Dialect
 from mrv2_diff.lockstep.values import (
     Forced,
+    block_sizes_of,
     ints,
     poison,
     prompt_logprobs_of,
     rows_of_logprobs,
+    used_blocks,
 )
 from mrv2_diff.observation import Ints, Observation
 
@@ -157,6 +159,12 @@ class VllmV2Subject:
             "positions": ints(batch.positions[:num_tokens]),
             "seq_lens": ints(batch.seq_lens[:num_reqs]),
             "slots": tuple(_group_slots(slots, group, num_tokens) for group in groups),
+            "blocks": used_blocks(
+                self.runner.block_tables.input_block_tables,
+                block_sizes_of(self.runner),
+                batch.req_ids,
+                ints(batch.seq_lens[:num_reqs]),
+            ),
         }
 
 

@@ -1,6 +1,7 @@
 """What the subjects share: copies of values out of a runner, and what fills a KV cache."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 from torch import Tensor
@@ -27,6 +28,33 @@ def poison(tensors: list[Tensor]) -> None:
 def ints(tensor: Tensor) -> Ints:
     """Return a copy of integers."""
     return tensor.cpu().numpy().astype(np.int64, copy=True)
+
+
+def used_blocks(
+    tables: Sequence[Tensor], block_sizes: Sequence[int], req_ids: Sequence[str], seq_lens: Ints
+) -> dict[str, tuple[Ints, ...]]:
+    """Return copies of the blocks that hold each request's tokens, for each KV group.
+
+    Args:
+        tables: [at least num_reqs, max_blocks] for each group, in the order of the batch.
+        block_sizes: Tokens of a block, for each group.
+        req_ids: Requests of the batch.
+        seq_lens: [num_reqs]. Tokens of each, with this step's.
+    """
+    copies = [ints(table[: len(req_ids)]) for table in tables]
+    return {
+        req_id: tuple(
+            table[row, : -(-int(seq_lens[row]) // size)]
+            for table, size in zip(copies, block_sizes, strict=True)
+        )
+        for row, req_id in enumerate(req_ids)
+    }
+
+
+def block_sizes_of(runner: Any) -> list[int]:
+    """Return the tokens of a block, for each KV group of a runner."""
+    groups = runner.kv_cache_config.kv_cache_groups
+    return [group.kv_cache_spec.block_size for group in groups]
 
 
 def rows_of_logprobs(output: ModelRunnerOutput, drawn: list[int]) -> ObservedLogprobs | None:

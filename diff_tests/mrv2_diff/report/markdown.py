@@ -62,10 +62,10 @@ def section(records: Sequence[Record], title: str, absent: Sequence[Record] = ()
     return "\n".join(lines) + "\n"
 
 
-def pairs_section(table: PairsTable) -> str:
+def pairs_section(table: PairsTable, title: str = "Case by pair") -> str:
     """Return the table of cases by pairs, with its heading."""
     head = ["Case", *(" and ".join(pair) for pair in table.pairs)]
-    lines = ["## Case by pair", "", "| " + " | ".join(map(escape, head)) + " |"]
+    lines = [f"## {escape(title)}", "", "| " + " | ".join(map(escape, head)) + " |"]
     lines.append("|" + "---|" * len(head))
     for case_id, records in table.rows:
         verdicts = [verdict_text(kept.verdict) if kept else MISSING for kept in records]

@@ -19,6 +19,8 @@ _COMMITTED_PREFACE = (
     "the latest record of a case counts. Not edited by hand."
 )
 _NO_RECORDS = "No records are kept yet.\n"
+_SMALL = ", small form"
+"""What a title says of cases that were cut down."""
 
 
 def render(records: Sequence[Record], out: Path) -> None:
@@ -50,17 +52,35 @@ def render_committed(root: Path) -> str:
         ValueError: A file there holds something that is no record. Names file and line.
     """
     kept = [
-        (f"vLLM {path.parent.name}, {path.stem}: {' and '.join(pair)}{graphs}", pair, records)
+        (path, pair, said, records)
         for path in sorted((root / "parity").glob("*/*.jsonl"))
-        for (pair, graphs), records in _latest(path).items()
+        for (pair, said), records in _latest(path).items()
     ]
     sections = []
-    for title, pair, here in kept:
-        alike = (held for _, other, held in kept if other == pair)
+    for path, pair, said, here in kept:
+        alike = (
+            held for _, other, form, held in kept
+            if other == pair and (_SMALL in form) == (_SMALL in said)
+        )  # fmt: skip
         known = {case_id: record for held in alike for case_id, record in held.items()}
         absent = [record for case_id, record in known.items() if case_id not in here]
+        title = f"{_place(path)}: {' and '.join(pair)}{said}"
         sections.append(markdown.section(list(here.values()), title, absent))
+    for path, said in dict.fromkeys((path, said) for path, _, said, _ in kept):
+        records = [
+            record
+            for other, _, form, held in kept
+            if (other, form) == (path, said)
+            for record in held.values()
+        ]
+        table = pairs_table(records)
+        if table is not None:
+            sections.append(markdown.pairs_section(table, f"{_place(path)}: case by pair{said}"))
     return markdown.document(sections or [_NO_RECORDS], _COMMITTED_PREFACE)
+
+
+def _place(path: Path) -> str:
+    return f"vLLM {path.parent.name}, {path.stem}"
 
 
 def _latest(path: Path) -> dict[tuple[tuple[str, str], str], dict[str, Record]]:
@@ -73,7 +93,7 @@ def _latest(path: Path) -> dict[tuple[tuple[str, str], str], dict[str, Record]]:
     for kept in records_file.read(path):
         graphs = kept.environment.get("graphs", "none")
         said = "" if graphs == "none" else f", CUDA graphs {graphs}"
-        said += ", small form" if kept.environment.get("form") == "small" else ""
+        said += _SMALL if kept.environment.get("form") == "small" else ""
         latest.setdefault((kept.pair, said), {})[kept.id] = kept
     return latest
 

@@ -40,14 +40,15 @@ from mrv2_diff.harness import (
     installed_harness,
 )
 from mrv2_diff.models import ModelSpec, make_model
-from mrv2_diff.progress import BarProgress, LineProgress
-from mrv2_diff.record import Record
+from mrv2_diff.progress import BarProgress, CaseLines, LineProgress
+from mrv2_diff.record import Agreement, Record
 from mrv2_diff.schedules import actions as act
 from mrv2_diff.schedules.result import Failure, InvarianceResult, Row, SoakResult, summary
 from mrv2_diff.shrinking.request import Result, ShrinkRequest
 from mrv2_diff.shrinking.search import Shrunk
 from mrv2_diff.shrinking.signature import Signature, Vote
-from mrv2_diff.verdict import Verdict
+from mrv2_diff.small import small_form
+from mrv2_diff.verdict import Divergence, Neighbour, Verdict
 
 MakeRecord = Callable[..., Record]
 Capture = pytest.CaptureFixture[str]
@@ -124,6 +125,7 @@ class FakeHarness:
     def run(self, selection: Selection, on_step: OnStep) -> Iterator[Record]:
         self.selections.append(selection)
         form = {"form": "small"} if selection.small else {}
+        form |= {"layers": "compared"} if selection.layers else {}
         for case, pair in itertools.product(selection.cases, selection.pairs):
             on_step(case.id, 0)
             if case.id in self.fails_at:
@@ -326,6 +328,7 @@ def test_a_case_without_a_record_fails_the_run(
             ["--pair", "v1,vllm-v2", "--case", "greedy"],
             "nothing is left of greedy in a small form: each needs a greedy request",
         ),
+        (["--layers", "--graphs", "FULL_DECODE_ONLY"], "--layers looks into each forward"),
         (["--model", "nowhere"], "model folder nowhere does not exist or is a file; name a folder"),
     ],
 )
@@ -517,6 +520,52 @@ def test_the_referee_is_asked_on_request(fake: FakeHarness, tmp_path: Path) -> N
     fake("run", "--out", tmp_path)
     fake("run", "--out", tmp_path, "--referee")
     assert [selection.referee for selection in fake.selections] == [False, True]
+
+
+def test_layers_are_compared_on_request_and_resumed_apart(
+    fake: FakeHarness, tmp_path: Path
+) -> None:
+    options = ("--out", tmp_path, "--case", "greedy", "--resume")
+    for layers in ((), ("--layers",), ("--layers",)):
+        assert fake("run", *options, *layers) == 0
+    assert [selection.layers for selection in fake.selections] == [False, True]
+
+
+@pytest.mark.usefixtures("greedy_catalog")
+def test_a_small_case_that_fails_on_several_pairs_is_kept_for_each(
+    fake: FakeHarness, tmp_path: Path
+) -> None:
+    fake.verdicts["greedy"] = Verdict.WRONG_VALUE
+    options = ("--out", tmp_path, "--case", "greedy")
+    assert fake("run", *options, "--runners", "v1,mrv2,vllm-v2") == 1
+    kept = {file.name: case_file.read(file) for file in (tmp_path / "failing").iterdir()}
+    assert {name: one.pair for name, one in kept.items()} == {
+        "greedy.json": ("v1", "mrv2"),
+        "greedy.v1-vllm-v2.json": ("v1", "vllm-v2"),
+        "greedy.mrv2-vllm-v2.json": ("mrv2", "vllm-v2"),
+    }
+    assert all(
+        one.case.workload() == small_form(CATALOG["greedy"]).workload() for one in kept.values()
+    )
+
+
+def test_a_cases_line_says_what_its_floats_required(make_record: MakeRecord) -> None:
+    agreements = {
+        "tokens": Agreement(compared=9, differing=0, max_abs_diff=0, required_tolerance=0,
+                            policy="exact"),
+        "logprobs": Agreement(compared=9, differing=0, max_abs_diff=1e-7, required_tolerance=0.5,
+                              policy="at most 4"),
+    }  # fmt: skip
+    near = tuple(Neighbour(index=n, reference=str(n), candidate=str(n * n)) for n in range(3))
+    first = Divergence(mode="forced", step=0, value="logprobs", req_id="a", index=2,
+                       reference="2", candidate="4", policy="at most 4", around=near)  # fmt: skip
+    record = make_record(agreements=agreements, noise_floor={"logprobs": 2.0})
+    line = CaseLines(1).next(record)
+    assert line.endswith("required spacings: logprobs 0.5 (floor 2)")
+    failing = replace(record, verdict=Verdict.WRONG_VALUE, first_divergence=first)
+    lines = CaseLines(1).next(failing).splitlines()
+    assert len(lines) == 5
+    assert lines[-1].split() == ["2", "2", "4", "<"]
 
 
 def test_resume_takes_only_records_of_the_same_graphs(fake: FakeHarness, tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from mrv2_diff.report import figures, pairs_table, parity_line, plots, render, r
 from mrv2_diff.report.figures import MISSING
 from mrv2_diff.report.markdown import escape
 from mrv2_diff.report.page import page
-from mrv2_diff.verdict import Divergence, Verdict
+from mrv2_diff.verdict import Divergence, Neighbour, Verdict
 
 MakeRecord = Callable[..., Record]
 
@@ -316,6 +316,44 @@ def test_kept_records_with_graphs_have_a_table_of_their_own(
     assert replayed.startswith(r"0.33.0, h200: v1 and mrv2, CUDA graphs FULL_DECODE_ONLY")
     assert "1 case: 1 match." in eager
     assert "1 case: 1 match." in replayed
+
+
+def test_kept_records_of_three_runners_have_a_table_of_cases_by_pairs(
+    tmp_path: Path, make_record: MakeRecord
+) -> None:
+    file = tmp_path / "parity" / "0.32.0" / "cpu.jsonl"
+    records_file.append(file, make_record())
+    records_file.append(file, make_record(id="whole only"))
+    small = {"form": "small"}
+    for pair, verdict in (
+        (("v1", "mrv2"), Verdict.MATCH),
+        (("v1", "vllm-v2"), Verdict.KNOWN_DIFFERENCE),
+    ):
+        records_file.append(file, make_record(pair=pair, verdict=verdict, environment=small))
+    text = render_committed(tmp_path)
+    whole, first, _, table = text.split("## vLLM ")[1:]
+    assert whole.startswith("0.32.0, cpu: v1 and mrv2\n")
+    assert first.startswith("0.32.0, cpu: v1 and mrv2, small form\n")
+    assert "not run" not in first, "the whole cases are no record of the small ones"
+    assert table.startswith("0.32.0, cpu: case by pair, small form\n")
+    assert "| Case | v1 and mrv2 | v1 and vllm-v2 |" in table
+    assert "| sampling-greedy | match | known difference |" in table
+    assert "whole only" not in table
+
+
+def test_the_values_around_a_divergence_are_on_the_page(
+    tmp_path: Path, make_record: MakeRecord
+) -> None:
+    around = tuple(Neighbour(index=n, reference=f"r{n}", candidate=f"c{n}") for n in range(2))
+    first = Divergence(
+        mode="forced", step=3, value="slots", req_id="r-7", index=1, reference="r1",
+        candidate="c1", policy="exact", around=around,
+    )  # fmt: skip
+    render([make_record(verdict=Verdict.WRONG_VALUE, first_divergence=first)], tmp_path)
+    text = (tmp_path / "index.html").read_text()
+    assert "around it" in text
+    for name in ("r0", "c0", "r1", "c1"):
+        assert name in text
 
 
 def test_without_kept_records_the_page_says_so(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """The small form of every case keeps to its bounds, and to what the case is about."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,6 +17,8 @@ from mrv2_diff.small import (
     has_small_form,
     small_form,
 )
+
+GRAMMAR = (("json", '{"type": "integer"}'),)
 
 SMALL = [case for case in CASES.values() if has_small_form(case)]
 
@@ -65,7 +68,7 @@ def test_every_small_form_keeps_to_its_bounds(case: Case) -> None:
         assert all(any(one[: len(add.prompt)] == add.prompt for one in whole) for add in adds)
     else:
         assert {add.prompt for add in adds} <= whole
-    assert small.expects == case.expects
+    assert small.expects <= case.expects <= small.expects | {"aborts"}
     assert small.workload() == events
     longest = max(len(add.prompt) + add.max_tokens for add in adds)
     assert longest <= small.engine.max_model_len
@@ -115,3 +118,33 @@ def test_a_case_without_a_greedy_request_has_none() -> None:
     assert not has_small_form(case)
     with pytest.raises(ValueError, match="made-up has no greedy request"):
         small_form(case)
+
+
+def test_requests_under_a_grammar_are_left_out() -> None:
+    plain, bound = _add(0, "plain"), _add(0, "bound", structured_outputs=GRAMMAR)
+    assert [event.req_id for event in small_form(_case(plain, bound)).workload()] == ["plain"]
+    assert not has_small_form(_case(bound))
+
+
+def test_a_small_case_stays_as_it_is() -> None:
+    for case in SMALL:
+        once = small_form(case)
+        assert small_form(once) is once
+        again = small_form(replace(once, remark=""))  # as a file keeps it
+        assert again.workload() == once.workload()
+        assert again.engine == once.engine
+
+
+def test_v1_may_leave_the_right_values_of_a_small_case_and_need_not() -> None:
+    departing = [small_form(case).departure for case in SMALL if case.departure is not None]
+    assert departing
+    assert not any(departure.is_certain for departure in departing if departure is not None)
+
+
+def test_an_abort_is_expected_where_one_is_left() -> None:
+    expects = frozenset({"aborts", "chunks"})
+    kept, random = _add(0, "kept"), _add(0, "random", temperature=0.7)
+    without = _case(kept, random, Abort(step=3, req_id="random"), expects=expects)
+    assert small_form(without).expects == {"chunks"}
+    aborted = _case(kept, Abort(step=3, req_id="kept"), expects=expects)
+    assert small_form(aborted).expects == expects
