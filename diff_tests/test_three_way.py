@@ -83,6 +83,7 @@ def test_three_runners_agree_where_requests_are_preempted_and_come_back(tmp_path
         assert record.events["preemptions"]
         assert record.events["resumes"]
         assert record.agreements["logits"].compared > 10_000
+        assert record.agreements["block_tables"].compared
         assert record.environment["form"] == "small"
         assert not record.memory
         assert not record.latency

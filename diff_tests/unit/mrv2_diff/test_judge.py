@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 
 from mrv2_diff.case import Abort, Add, Case, Departure, EngineSpec
 from mrv2_diff.compare.right import RightRows
@@ -508,6 +509,27 @@ def test_the_referee_excuses_no_other_value(observe: Observe) -> None:
     candidate = dataclasses.replace(reference, positions=reference.positions + 1)
     outcome = _run(_outcome(ruling=_ruling(2, 0)), reference, candidate)
     assert _judge(outcome)[0] is Verdict.WRONG_VALUE
+
+
+def _with_a_wrong_layer(outcome: Outcome, observe: Observe) -> Outcome:
+    assert outcome.tally.bounds is not None
+    outcome.tally.bounds["hidden_states.0"] = 4.0
+    layer = torch.ones(4, 3)
+    reference = observe(num_logprobs=3, layers=(layer,))
+    candidate = observe(
+        num_logprobs=3, layers=(layer + 1.0,), logits=(reference.logits + 1.0).tolist()
+    )
+    return _run(outcome, reference, candidate)
+
+
+def test_hidden_states_are_judged_like_the_logits_that_they_make(observe: Observe) -> None:
+    outcome = _with_a_wrong_layer(_outcome(ruling=_ruling(2, 0)), observe)
+    assert outcome.tally.first is not None
+    assert outcome.tally.first.value == "hidden_states.0"
+    assert _judge(outcome)[0] is Verdict.REFERENCE_WRONG
+    assert _judge(_with_a_wrong_layer(_outcome(), observe))[0] is Verdict.WRONG_VALUE
+    noisy = _outcome(inconclusive="too much noise")
+    assert _judge(_with_a_wrong_layer(noisy, observe)) == (Verdict.INCONCLUSIVE, "too much noise")
 
 
 def test_sentences_name_the_reference(observe: Observe) -> None:

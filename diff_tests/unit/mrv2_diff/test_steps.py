@@ -589,3 +589,18 @@ def test_layers_are_compared_where_both_sides_have_them(observe: Observe) -> Non
     assert _compare_with_layers(step, _layers(step, 1.0, 2.0)).first is None
     first = _first(_compare_with_layers(_layers(step, 1.0, 2.0), _layers(step, 1.0)))
     assert (first.value, first.candidate) == ("hidden_states", "1 layers in place of 2")
+
+
+# Blocks that attention reads.
+
+
+def test_a_block_that_is_only_read_is_compared_behind_the_slots(observe: Observe) -> None:
+    blocks = {"a": (np.array([4, 5]), np.array([7])), "b": (np.array([8]), np.array([9]))}
+    step = observe(blocks=blocks)
+    assert _compare(step, step).totals["block_tables"].compared == 5
+    wrong = dataclasses.replace(step, blocks={**blocks, "b": (np.array([8]), np.array([3]))})
+    first = _first(_compare(step, wrong))
+    assert (first.value, first.req_id, first.index) == ("block_tables", "b", 1)
+    later = dataclasses.replace(wrong, logits=_changed(step.logits, (1, 4), 5.5))
+    assert _first(_compare(step, later)).value == "block_tables"
+    assert "block_tables" not in _compare(step, observe()).totals
