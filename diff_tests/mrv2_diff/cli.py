@@ -610,7 +610,8 @@ def _with_small_form(cases: tuple[Case, ...], named: Sequence[str]) -> tuple[Cas
     if without or not left:
         raise BadInputError(
             f"nothing is left of {', '.join(without) or 'these cases'} in a small form: each needs "
-            "a greedy request that runs in lockstep; compare them with --pair v1,mrv2"
+            "a greedy request that runs in lockstep, and no grammar; compare them with "
+            "--pair v1,mrv2"
         )
     return left
 

@@ -2,8 +2,9 @@
 
 The rule, for every case alike:
 
-- Requests: the greedy ones only, so that every runner must draw the same tokens, and none under a
-  grammar, whose masks V2 applies by a kernel that Triton's interpreter refuses; at most
+- Cases: those in lockstep with a greedy request and without a grammar, whose masks V2 applies by a
+  kernel that Triton's interpreter refuses.
+- Requests: the greedy ones only, so that every runner must draw the same tokens; at most
   `MAX_REQUESTS`: the first with each set of parameters, then those that are aborted, then others.
   Where none of these is aborted, no abort is expected.
 - Steps: what arrives or is aborted does so within `LAST_EVENT` steps, in the same proportions; no
@@ -24,6 +25,8 @@ from mrv2_diff.case import Abort, Add, Case, EngineSpec, Event
 
 MAX_REQUESTS = 4
 MAX_OUTPUTS = 10
+PREEMPTED_OUTPUTS = 9
+"""Where preemptions are expected: what is preempted runs twice."""
 LAST_EVENT = 8
 MAX_STEPS = 30
 """Of one pass; a longer one is still judged, and its record says so."""
@@ -37,8 +40,9 @@ REMARK = f"in its small form, at most {MAX_REQUESTS} greedy requests of {MAX_OUT
 
 
 def has_small_form(case: Case) -> bool:
-    """Whether anything is left of a case: a greedy request, in lockstep."""
-    return case.apart is None and bool(_adds(case.workload()))
+    """Whether anything is left of a case: a greedy request, in lockstep, and no grammar."""
+    events = case.workload()
+    return case.apart is None and bool(_adds(events)) and not any(map(_has_grammar, events))
 
 
 def is_small(case: Case) -> bool:
@@ -55,7 +59,7 @@ def small_form(case: Case) -> Case:
     if is_small(case):
         return case
     if not has_small_form(case):
-        raise ValueError(f"{case.id} has no greedy request that runs in lockstep")
+        raise ValueError(f"{case.id} has no greedy request that runs in lockstep, or has a grammar")
     events = _small_workload(case.workload())
     engine = case.engine
     if "preemptions" in case.expects:
@@ -78,14 +82,12 @@ def small_form(case: Case) -> Case:
     )
 
 
+def _has_grammar(event: Event) -> bool:
+    return isinstance(event, Add) and bool(event.further.get("structured_outputs"))
+
+
 def _adds(events: Sequence[Event]) -> list[Add]:
-    return [
-        event
-        for event in events
-        if isinstance(event, Add)
-        and event.temperature == 0.0
-        and not event.further.get("structured_outputs")
-    ]
+    return [event for event in events if isinstance(event, Add) and event.temperature == 0.0]
 
 
 def _small_workload(events: tuple[Event, ...]) -> tuple[Event, ...]:
@@ -128,7 +130,12 @@ def _cut_before_block(event: Event, block_size: int) -> Event:
     if isinstance(event, Abort):
         return event
     length = (len(event.prompt) + BEFORE_BLOCK) // block_size * block_size - BEFORE_BLOCK
-    return replace(event, step=0, prompt=event.prompt[: length if length > 0 else None])
+    return replace(
+        event,
+        step=0,
+        prompt=event.prompt[: length if length > 0 else None],
+        max_tokens=min(event.max_tokens, PREEMPTED_OUTPUTS),
+    )
 
 
 def _tight(events: Sequence[Event], engine: EngineSpec) -> EngineSpec:

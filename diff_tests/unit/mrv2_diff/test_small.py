@@ -120,10 +120,12 @@ def test_a_case_without_a_greedy_request_has_none() -> None:
         small_form(case)
 
 
-def test_requests_under_a_grammar_are_left_out() -> None:
+def test_a_case_with_a_grammar_has_none() -> None:
     plain, bound = _add(0, "plain"), _add(0, "bound", structured_outputs=GRAMMAR)
-    assert [event.req_id for event in small_form(_case(plain, bound)).workload()] == ["plain"]
-    assert not has_small_form(_case(bound))
+    assert has_small_form(_case(plain))
+    assert not has_small_form(_case(plain, bound))
+    with pytest.raises(ValueError, match="has a grammar"):
+        small_form(_case(plain, bound))
 
 
 def test_a_small_case_stays_as_it_is() -> None:
