@@ -25,8 +25,8 @@ from mrv2_diff.case import Abort, Add, Case, EngineSpec, Event
 
 MAX_REQUESTS = 4
 MAX_OUTPUTS = 10
-PREEMPTED_OUTPUTS = 9
-"""Where preemptions are expected: what is preempted runs twice."""
+SCORED_OUTPUTS = 9
+"""Of a request with prompt logprobs where preemptions are expected: it takes the most steps."""
 LAST_EVENT = 8
 MAX_STEPS = 30
 """Of one pass; a longer one is still judged, and its record says so."""
@@ -130,11 +130,12 @@ def _cut_before_block(event: Event, block_size: int) -> Event:
     if isinstance(event, Abort):
         return event
     length = (len(event.prompt) + BEFORE_BLOCK) // block_size * block_size - BEFORE_BLOCK
+    outputs = SCORED_OUTPUTS if event.further.get("prompt_logprobs") is not None else MAX_OUTPUTS
     return replace(
         event,
         step=0,
         prompt=event.prompt[: length if length > 0 else None],
-        max_tokens=min(event.max_tokens, PREEMPTED_OUTPUTS),
+        max_tokens=min(event.max_tokens, outputs),
     )
 
 
