@@ -89,6 +89,10 @@ class RunnerConfig:
     thinking: ThinkingMarkers | None = None
     """Needed by requests with a thinking budget."""
     graphs: GraphSizes = GraphSizes()
+    maps_tokens: bool = False
+    """Whether the table of all tokens lies in pinned memory of the host, where the device reads and
+    writes it over the bus (unified virtual addressing), and not in the device's own. A step reads
+    a token of each request from it; penalties and bad words read all of a request's."""
 
     @property
     def num_rows(self) -> int:

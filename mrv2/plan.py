@@ -7,9 +7,9 @@ Checks that cost no more than they save stand here, at the boundary.
 """
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from itertools import chain
-from operator import add
+from operator import add, attrgetter
 
 from mrv2.errors import ConfigError
 
@@ -70,10 +70,18 @@ class Sampling:
     """Return the logprobs of exactly these tokens beside the sampled one's, in this order."""
     num_prompt_logprobs: int | None = None
     """As `num_logprobs`, for each token of the prompt but the first."""
+    is_plain: bool = field(init=False, compare=False, repr=False)
+    """Whether nothing is asked for but a temperature and a seed, as in most requests."""
 
     def __post_init__(self) -> None:
         self._require("temperature", 0.0 <= self.temperature < _INF, "finite and at least 0")
         self._require("seed", -(2**63) <= self.seed < 2**64, "an integer of 64 bits")
+        is_plain = _beside_temperature_and_seed(self) == _NOTHING
+        object.__setattr__(self, "is_plain", is_plain)
+        if not is_plain:
+            self._check()
+
+    def _check(self) -> None:
         self._require("top_k", self.top_k >= 0, "0 (all) or more")
         self._require("top_p", 0.0 < self.top_p <= 1.0, "in (0, 1]")
         self._require("min_p", 0.0 <= self.min_p <= 1.0, "in [0, 1]")
@@ -97,6 +105,15 @@ class Sampling:
             raise ConfigError(f"{name} is {getattr(self, name)}; it must be {what}")
 
 
+_RESET = {
+    each.name: each.default_factory() if callable(each.default_factory) else each.default
+    for each in fields(Sampling)
+    if each.init and each.name not in ("temperature", "seed")
+}
+_beside_temperature_and_seed = attrgetter(*_RESET)
+_NOTHING = tuple(_RESET.values())
+
+
 def sampling_faults(sampling: Sampling, vocab_size: int, *, has_markers: bool) -> list[str]:
     """Return what a request asks for that a model cannot give, a sentence for each fault.
 
@@ -105,6 +122,8 @@ def sampling_faults(sampling: Sampling, vocab_size: int, *, has_markers: bool) -
         vocab_size: Width of the model's logits.
         has_markers: Whether the runner knows the marks around the model's thinking.
     """
+    if sampling.is_plain:
+        return []
     named: dict[str, Collection[int]] = {
         "logit_bias": sampling.logit_bias,
         "allowed_token_ids": sampling.allowed_token_ids or (),

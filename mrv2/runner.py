@@ -51,16 +51,25 @@ from mrv2.trace import NullTrace, StepTrace
 
 
 @dataclass(slots=True, kw_only=True)
-class StepInFlight:
-    """A step between its forward and its sampling; the host holds it between the two calls."""
+class LaunchedStep:
+    """A step up to its hidden states."""
 
     batch: InputBatch
     hidden: Tensor
     """[num_tokens, hidden_size]."""
+
+
+@dataclass(slots=True, kw_only=True)
+class StepInFlight:
+    """A step between its forward and its sampling; the host holds it between the two calls."""
+
+    layout: BatchLayout
     number: int
     """Counts steps, so that one is sampled once and in order."""
-    drawn: DrawnStep | None = None
-    """What a replayed step has drawn and committed already."""
+    launched: LaunchedStep | None = None
+    """The step so far, where it was not replayed."""
+    replayed: GraphKey | None = None
+    """The shape that a step was replayed in, to its very end."""
     slot: Slot | None = None
     """Where a replayed step writes its tokens on the host."""
 
@@ -103,7 +112,9 @@ class Runner:
         self.trace: StepTrace = trace or NullTrace()
         self.rows = RowTable(config.max_num_reqs)
         self._arena = Arena(self.transfers)
-        self.requests = RequestColumns(config.num_rows, config.max_model_len, self._arena)
+        self.requests = RequestColumns(
+            config.num_rows, config.max_model_len, self._arena, maps_tokens=config.maps_tokens
+        )
         self.block_tables = BlockTables(config.kv_groups, config.num_rows, self._arena)
         self.sampler = Sampler(config, self.requests, self._arena, self.trace, stages)
         self._prompt_logprobs = PromptLogprobs(config, self.requests, self.transfers)
@@ -143,7 +154,7 @@ class Runner:
         layout = self._lay_out(plan)
         key = self._shapes.choose(layout, is_captured=self._is_captured)
         self.transfers.begin_step()
-        self._flush(self._as_run(layout, key))
+        self._flush(self._packed(layout, key))
         self.requests.advance(layout.rows, layout.query_lens)
         self.trace.record("layout", layout)
         self.trace.record("graph_key", key)
@@ -184,7 +195,7 @@ class Runner:
     def _capture(self, key: GraphKey, layout: BatchLayout) -> None:
         assert self._graphs is not None, "the constructor refuses sizes that nothing can capture"
         self.transfers.begin_step()
-        self._flush(layout)
+        self._flush(layout.packed)
         self._graphs.capture(key, partial(self._queue_to_the_end, layout))
 
     def release_graphs(self) -> None:
@@ -210,7 +221,7 @@ class Runner:
             )
             layout = layout_batch(scheduled, rows)
             self.transfers.begin_step()
-            self._flush(layout)
+            self._flush(layout.packed)
             batch = prepare_inputs(layout, self.requests, self.block_tables, self._buffers)
         token_ids = torch.zeros(1, dtype=torch.int64, device=self.config.device)
         self._commit(batch, batch.logits_view, token_ids)
@@ -237,10 +248,11 @@ class Runner:
         key = self._shapes.choose(layout, is_captured=self._is_captured)
         self.transfers.begin_step()
         if key.mode is GraphMode.DECODE:
-            self._flush(self._as_run(layout, key))
-            return self._replay(layout, key).hidden
+            self._flush(self._packed(layout, key))
+            self._replay(layout, key)
+            return self._replayed.values(layout, key).hidden
         # Steps with prompts do not know the idle row: in them a request that is none has no token.
-        self._flush(layout)
+        self._flush(layout.packed)
         return self._queue_whole(layout).hidden
 
     def _launch(self, layout: BatchLayout, key: GraphKey) -> StepInFlight:
@@ -257,23 +269,23 @@ class Runner:
         self.trace.record("forward_inputs", inputs)
         hidden = self._model.forward(inputs)
         self.trace.record("hidden", hidden)
-        return StepInFlight(batch=batch, hidden=hidden, number=self._num_executed + 1)
+        return StepInFlight(
+            layout=layout,
+            number=self._num_executed + 1,
+            launched=LaunchedStep(batch=batch, hidden=hidden),
+        )
 
     def _replay(self, layout: BatchLayout, key: GraphKey) -> StepInFlight:
         """Queue a whole step, its commit included, in one launch."""
-        assert self._graphs is not None, "a step is replayed only where it was captured"
+        graphs = self._replayed
         slot = self._ring.begin(layout.num_reqs)
-        step = self._graphs.replay(layout, key)
-        self.trace.record("batch", step.batch)
-        self.trace.record("forward_inputs", step.inputs)
-        self.trace.record("hidden", step.hidden)
-        return StepInFlight(
-            batch=step.batch,
-            hidden=step.hidden,
-            number=self._num_executed + 1,
-            drawn=step,
-            slot=slot,
-        )
+        graphs.replay(layout, key)
+        if self.trace.wants("batch"):
+            step = graphs.values(layout, key)
+            self.trace.record("batch", step.batch)
+            self.trace.record("forward_inputs", step.inputs)
+            self.trace.record("hidden", step.hidden)
+        return StepInFlight(layout=layout, number=self._num_executed + 1, replayed=key, slot=slot)
 
     def _queue_to_the_end(self, layout: BatchLayout) -> DrawnStep:
         """Queue a step to its very end: its tokens are written into the host's memory."""
@@ -285,7 +297,7 @@ class Runner:
         """Queue a step with a plain draw and its commit, over rows that are on the device already.
 
         Args:
-            layout: Of a decode, or what `pad_mixed` made.
+            layout: Of a decode, or what `idle_mixed` made.
         """
         prepare = prepare_inputs if layout.is_decode else prepare_mixed_inputs
         batch = prepare(layout, self.requests, self.block_tables, self._buffers)
@@ -328,21 +340,21 @@ class Runner:
                 f"step {step.number} cannot be sampled; "
                 f"step {self._num_sampled + 1} is next{executed}"
             )
-        batch = step.batch
-        forced_ids = None if forced is None else self._forced_ids(batch, forced)
+        layout = step.layout
+        forced_ids = None if forced is None else self._forced_ids(layout, forced)
         if grammar is not None:
-            grammar.check(batch.layout.num_logits, self.config.vocab_size)
+            grammar.check(layout.num_logits, self.config.vocab_size)
         self._num_sampled = step.number
         is_drawn = (
-            step.drawn is not None
+            step.replayed is not None
             and grammar is None
-            and self.sampler.draws_plainly(batch.layout.logit_rows)
+            and self.sampler.draws_plainly(layout.logit_rows)
         )
         if is_drawn and forced_ids is None and not self.trace.wants("processed_logits"):
             # Drawn, committed and on its way.
             scores = self._score_prompts(step)
-            return PendingOutput(batch.layout, None, self.transfers, scores, step.slot)
-        logits, view, token_ids = self._draws_of(step)
+            return PendingOutput(layout, None, self.transfers, scores, step.slot)
+        batch, logits, view, token_ids = self._draws_of(step)
         if grammar is not None:
             grammar.apply(logits, self.transfers)
         self.trace.record("logits", logits)
@@ -350,9 +362,7 @@ class Runner:
             sampled = self.sampler.drawn(token_ids, logits, view)
         else:
             sampled = self.sampler(logits, view)
-        pending = PendingOutput(
-            batch.layout, sampled, self.transfers, self._score_prompts(step), None
-        )
+        pending = PendingOutput(layout, sampled, self.transfers, self._score_prompts(step), None)
         committed = sampled.token_ids
         if forced_ids is not None:
             committed = self.transfers.upload(forced_ids)
@@ -360,31 +370,49 @@ class Runner:
         self.trace.record("committed", committed)
         return pending
 
-    def _draws_of(self, step: StepInFlight) -> tuple[Tensor, LogitsView, Tensor | None]:
-        """Return the logits of the requests that draw, whose they are, and what a graph drew."""
-        batch, layout, drawn = step.batch, step.batch.layout, step.drawn
-        if drawn is None:
-            return self._model.compute_logits(_of_logits(step)), batch.logits_view, None
+    def _draws_of(self, step: StepInFlight) -> tuple[InputBatch, Tensor, LogitsView, Tensor | None]:
+        """Return a step's inputs, the logits of whoever draws, whose they are, and what was drawn.
+
+        The latter by a graph; None where none was replayed.
+        """
+        layout = step.layout
+        if step.replayed is None:
+            launched = _launched(step)
+            logits = self._model.compute_logits(_of_logits(layout, launched))
+            return launched.batch, logits, launched.batch.logits_view, None
+        drawn = self._replayed.values(layout, step.replayed)
+        batch, logits, token_ids = drawn.batch, drawn.logits, drawn.token_ids
         if layout.num_logits == layout.num_reqs:
-            return drawn.logits, batch.logits_view, drawn.token_ids
+            return batch, logits, batch.logits_view, token_ids
         draws = self.transfers.upload(layout.draws)
         view = LogitsView(
             logit_rows=batch.logits_view.logit_rows.index_select(0, draws),
             positions=batch.logits_view.positions.index_select(0, draws),
             rows_np=layout.logit_rows,
         )
-        logits, token_ids = drawn.logits, drawn.token_ids
-        return logits.index_select(0, draws), view, token_ids.index_select(0, draws)
+        return batch, logits.index_select(0, draws), view, token_ids.index_select(0, draws)
 
     def _score_prompts(self, step: StepInFlight) -> Mapping[str, PromptScores]:
-        layout = step.batch.layout
+        if not self._prompt_logprobs.are_wanted:
+            return {}
+        layout = step.layout
+        hidden = (
+            _launched(step).hidden
+            if step.replayed is None
+            else self._replayed.values(layout, step.replayed).hidden
+        )
         return self._prompt_logprobs.score(
             layout.rows,
             layout.num_computed_tokens,
             layout.query_start_loc,
-            step.hidden,
+            hidden,
             self._model.compute_logits,
         )
+
+    @property
+    def _replayed(self) -> StepGraphs:
+        assert self._graphs is not None, "a step is replayed only where it was captured"
+        return self._graphs
 
     def _commit(self, batch: InputBatch, view: LogitsView, token_ids: Tensor) -> None:
         commit_step(
@@ -428,21 +456,23 @@ class Runner:
         for continuation in plan.continuations:
             self.block_tables.append(self.rows.row(continuation.req_id), continuation.new_block_ids)
 
-    def _as_run(self, layout: BatchLayout, key: GraphKey) -> BatchLayout:
-        """Return the layout that is run in place of another: padded, if a graph is replayed."""
+    def _packed(self, layout: BatchLayout, key: GraphKey) -> npt.NDArray[np.int32]:
+        """Return the packed values of a layout, padded if a graph is replayed."""
         if key.mode not in WHOLE:
-            return layout
-        assert self._graphs is not None, "a step is replayed only where it was captured"
-        return self._graphs.padded(layout, key)
+            return layout.packed
+        return self._replayed.packed(layout, key)
 
-    def _flush(self, layout: BatchLayout) -> None:
+    def _flush(self, packed: npt.NDArray[np.int32]) -> None:
         """Queue what changed since the last step, the layout included: one upload and one kernel.
 
         Nothing changed queues nothing.
+
+        Args:
+            packed: The layout's packed values; the same object is not staged again.
         """
         for state in self._row_states:
             state.flush()
-        self._buffers.stage(layout)
+        self._buffers.stage(packed)
         self._arena.flush()
 
     def _check_idle(self) -> None:
@@ -495,10 +525,10 @@ class Runner:
         self._last_layout, self._room = layout, room
         return layout
 
-    def _forced_ids(self, batch: InputBatch, forced: Sequence[int]) -> npt.NDArray[np.int64]:
-        if len(forced) != batch.layout.num_logits:
+    def _forced_ids(self, layout: BatchLayout, forced: Sequence[int]) -> npt.NDArray[np.int64]:
+        if len(forced) != layout.num_logits:
             raise ProtocolError(
-                f"{len(forced)} tokens are forced on a step of {batch.layout.num_logits} logits"
+                f"{len(forced)} tokens are forced on a step of {layout.num_logits} logits"
             )
         token_ids = np.array(forced, dtype=np.int64)
         if len(token_ids) and not 0 <= token_ids.min() <= token_ids.max() < self.config.vocab_size:
@@ -509,9 +539,13 @@ class Runner:
         return token_ids
 
 
-def _of_logits(step: StepInFlight) -> Tensor:
+def _launched(step: StepInFlight) -> LaunchedStep:
+    assert step.launched is not None, "a step that was not replayed was launched"
+    return step.launched
+
+
+def _of_logits(layout: BatchLayout, step: LaunchedStep) -> Tensor:
     """Return the hidden states that become logits: all as they are, if every token does."""
-    layout = step.batch.layout
     if layout.num_logits == layout.num_tokens:
         return step.hidden[: layout.num_tokens]
     return step.hidden.index_select(0, step.batch.logits_indices)

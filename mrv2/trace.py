@@ -29,7 +29,8 @@ class StepTrace(Protocol):
         """Say whether a value is worth making for this observer alone.
 
         Args:
-            probe: A point of the chain whose value a step can do without.
+            probe: A point of the chain whose value a step can do without: `processed_logits`, or
+                `batch` of a replayed step, with its `forward_inputs` and `hidden`.
         """
 
     def record(self, probe: Probe, value: object) -> None:

@@ -57,6 +57,21 @@ def test_replays_give_the_tokens_of_eager_steps_whatever_is_asked_for(seed: int)
     assert replayed.outputs() == eager.outputs()
 
 
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("graphs", [GraphSizes(), MIXED.graphs])
+def test_tokens_may_lie_in_the_hosts_memory(graphs: GraphSizes, seed: int) -> None:
+    toy = play(replace(MIXED, graphs=graphs, maps_tokens=True), seed, 2)
+    assert not toy.runner.requests.token_ids.tensor.is_cuda
+    assert toy.outputs() == toy.expected()
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_parameters_are_served_from_tokens_in_the_hosts_memory(seed: int) -> None:
+    mapped = play(replace(MIXED, maps_tokens=True), seed, 2, mixed=True)
+    eager = play(replace(CONFIG, graphs=GraphSizes()), seed, 2, mixed=True)
+    assert mapped.outputs() == eager.outputs()
+
+
 @pytest.mark.parametrize("lag", [0, 2])
 @pytest.mark.parametrize("seed", range(4))
 def test_steps_with_prompts_give_the_oracles_tokens_when_replayed(seed: int, lag: int) -> None:

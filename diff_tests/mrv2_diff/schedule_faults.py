@@ -300,14 +300,15 @@ def _ring_not_restarted() -> AbstractContextManager[object]:
 
 @contextmanager
 def _padded_rows_kept() -> Iterator[None]:
-    padded = StepGraphs.padded
+    packed = StepGraphs.packed
+    of_key: dict[GraphKey, Int32] = {}
 
-    def faulty(self: StepGraphs, layout: BatchLayout, key: GraphKey) -> BatchLayout:
-        if self._padded is not None and self._padded.num_reqs == key.num_reqs:
-            return self._padded
-        return padded(self, layout, key)
+    def faulty(self: StepGraphs, layout: BatchLayout, key: GraphKey) -> Int32:
+        if key not in of_key:
+            of_key[key] = packed(self, layout, key)
+        return of_key[key]
 
-    with patch.object(StepGraphs, "padded", faulty):
+    with patch.object(StepGraphs, "packed", faulty):
         yield
 
 

@@ -204,7 +204,7 @@ class InputViews(NamedTuple):
     """[num_reqs]. `query_start_loc` without its end."""
     cu_num_logits: Tensor
     draw_rows: Tensor
-    """What `pad_mixed` packs in the place of `cu_num_logits`."""
+    """What `pack_mixed` puts in the place of `cu_num_logits`."""
     input_ids: Tensor
     positions: Tensor
     seq_lens: Tensor
@@ -264,11 +264,11 @@ class InputBuffers:
             return self._views.input_ids, self._views.positions
         return self._input_ids[:num_tokens], self._positions[:num_tokens]
 
-    def stage(self, layout: BatchLayout) -> None:
+    def stage(self, packed: Int32) -> None:
         """Stage a layout's packed values, unless they are the last ones staged."""
-        if layout.packed is not self._staged:
-            self._packed.stage_write(0, 0, layout.packed)
-            self._staged = layout.packed
+        if packed is not self._staged:
+            self._packed.stage_write(0, 0, packed)
+            self._staged = packed
 
     def _cut(self, num_reqs: int, num_tokens: int, num_logits: int) -> InputViews:
         section, packed = section_len(num_reqs), self._packed.tensor[0]
@@ -326,7 +326,7 @@ def prepare_mixed_inputs(
     block_tables: BlockTables,
     buffers: InputBuffers,
 ) -> InputBatch:
-    """Queue the kernels that make the inputs of a layout that `pad_mixed` made.
+    """Queue the kernels that make the inputs of a step of any requests, as `pack_mixed` packs it.
 
     Its packed values are on the device. Everybody has a logit, of the idle row where it draws none.
     """

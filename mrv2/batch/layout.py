@@ -57,7 +57,9 @@ class BatchLayout:
     @property
     def draws(self) -> npt.NDArray[np.int64]:
         """[num_logits]. Batch positions of the requests that draw; one logit each."""
-        return np.flatnonzero(np.diff(self.cu_num_logits))
+        draws: npt.NDArray[np.int64]
+        draws = (self.cu_num_logits[1:] != self.cu_num_logits[:-1]).nonzero()[0]
+        return draws
 
 
 def section_len(num_reqs: int) -> int:
@@ -83,11 +85,8 @@ def layout_batch(scheduled: Scheduled | NextDecode, rows: Int32) -> BatchLayout:
     num_known_tokens = np.array(scheduled.num_known_tokens, dtype=np.int32)
     seq_lens = num_computed_tokens + query_lens
     draws = seq_lens == num_known_tokens
-    section = section_len(num_reqs)
-    packed = np.zeros(3 * section, dtype=np.int32)
-    packed[:num_reqs] = rows
-    query_start_loc = packed[section : section + num_reqs + 1]
-    cu_num_logits = packed[2 * section : 2 * section + num_reqs + 1]
+    packed, (packed_rows, query_start_loc, cu_num_logits) = _packed(num_reqs)
+    packed_rows[:] = rows
     np.add.accumulate(query_lens, out=query_start_loc[1:])
     np.add.accumulate(draws, out=cu_num_logits[1:], dtype=np.int32)
     return BatchLayout(
@@ -151,6 +150,46 @@ def lay_out_next_decode(layout: BatchLayout, scheduled: Scheduled | NextDecode) 
     )
 
 
+def pack_decode(layout: BatchLayout, num_reqs: int, idle_row: int) -> Int32:
+    """Return the `packed` of a decode step with idle requests behind its own.
+
+    Args:
+        layout: A decode step.
+        num_reqs: Requests in all.
+        idle_row: The row of those behind.
+    """
+    packed, (rows, query_start_loc, cu_num_logits) = _packed(num_reqs)
+    rows[: layout.num_reqs] = layout.rows
+    rows[layout.num_reqs :] = idle_row
+    query_start_loc[:] = cu_num_logits[:] = np.arange(num_reqs + 1, dtype=np.int32)
+    return packed
+
+
+def pack_mixed(layout: BatchLayout, num_reqs: int, idle_row: int) -> Int32:
+    """Return the `packed` of a step with requests behind its own that are nobody's.
+
+    In it, the rows that draw take the place of `cu_num_logits`: for each request its row, or the
+    idle one where it draws nothing. Everybody has one logit.
+
+    Args:
+        layout: Any step.
+        num_reqs: Requests in all.
+        idle_row: The row of those behind, which have no token.
+    """
+    packed, (rows, query_start_loc, last) = _packed(num_reqs)
+    draw_rows = last[:num_reqs]
+    rows[: layout.num_reqs] = layout.rows
+    rows[layout.num_reqs :] = idle_row
+    query_start_loc[: layout.num_reqs] = layout.query_start_loc[:-1]
+    query_start_loc[layout.num_reqs :] = layout.num_tokens
+    draw_rows[:] = idle_row
+    if layout.num_logits == layout.num_reqs:
+        draw_rows[: layout.num_reqs] = layout.rows
+    else:
+        draw_rows[layout.draws] = layout.logit_rows
+    return packed
+
+
 def idle_decode(num_reqs: int, idle_row: int, seq_len: int) -> BatchLayout:
     """Return a decode step of so many requests that are none.
 
@@ -159,55 +198,35 @@ def idle_decode(num_reqs: int, idle_row: int, seq_len: int) -> BatchLayout:
         idle_row: The row that all of them name.
         seq_len: Tokens of each, for whoever sizes something by the longest.
     """
-    return _decode(np.full(num_reqs, idle_row, dtype=np.int32), seq_len)
-
-
-def pad_decode(layout: BatchLayout, num_reqs: int, idle_row: int) -> BatchLayout:
-    """Return a decode step with idle requests behind its own, up to `num_reqs` in all."""
-    rows = np.full(num_reqs, idle_row, dtype=np.int32)
-    rows[: layout.num_reqs] = layout.rows
-    return _decode(rows, layout.max_seq_len)
-
-
-def _decode(rows: Int32, seq_len: int) -> BatchLayout:
-    num_reqs = len(rows)
     scheduled = Scheduled(
         req_ids=[""] * num_reqs,
         num_tokens=[1] * num_reqs,
         num_computed_tokens=[seq_len - 1] * num_reqs,
         num_known_tokens=[seq_len] * num_reqs,
     )
-    return layout_batch(scheduled, rows)
+    return layout_batch(scheduled, np.full(num_reqs, idle_row, dtype=np.int32))
 
 
-def pad_mixed(layout: BatchLayout, num_tokens: int, num_reqs: int, idle_row: int) -> BatchLayout:
-    """Return a step with requests and tokens behind its own that are nobody's.
+def idle_mixed(num_tokens: int, num_reqs: int, idle_row: int, seq_len: int) -> BatchLayout:
+    """Return a padded step of no requests at all: what a graph for any requests is captured over.
 
-    In its `packed`, the rows that draw take the place of `cu_num_logits`: for each request its row,
-    or the idle one where it draws nothing. Everybody has one logit.
+    Args:
+        num_tokens: Tokens, nobody's.
+        num_reqs: Batch positions.
+        idle_row: The row that all of them name.
+        seq_len: Tokens of the longest, for whoever sizes something by it.
     """
-    rows = np.full(num_reqs, idle_row, dtype=np.int32)
-    rows[: layout.num_reqs] = layout.rows
-    query_lens = np.zeros(num_reqs, dtype=np.int32)
-    query_lens[: layout.num_reqs] = layout.query_lens
-    seq_lens = np.zeros(num_reqs, dtype=np.int32)
-    seq_lens[: layout.num_reqs] = layout.seq_lens
-    section = section_len(num_reqs)
-    packed = np.zeros(3 * section, dtype=np.int32)
-    packed[:num_reqs] = rows
-    query_start_loc = packed[section : section + num_reqs + 1]
-    query_start_loc[: layout.num_reqs + 1] = layout.query_start_loc
-    query_start_loc[layout.num_reqs + 1 :] = layout.num_tokens
-    draw_rows = packed[2 * section : 2 * section + num_reqs]
-    draw_rows[:] = idle_row
-    draw_rows[layout.draws] = layout.logit_rows
+    packed, (rows, query_start_loc, last) = _packed(num_reqs)
+    draw_rows = last[:num_reqs]
+    rows[:] = draw_rows[:] = idle_row
+    nothing = np.zeros(num_reqs, dtype=np.int32)
     return BatchLayout(
-        scheduled=layout.scheduled,
-        req_ids=layout.req_ids,
+        scheduled=Scheduled(req_ids=[], num_tokens=[], num_computed_tokens=[], num_known_tokens=[]),
+        req_ids=[],
         rows=rows,
-        query_lens=query_lens,
-        num_computed_tokens=seq_lens - query_lens,
-        seq_lens=seq_lens,
+        query_lens=nothing,
+        num_computed_tokens=nothing,
+        seq_lens=nothing,
         query_start_loc=query_start_loc,
         cu_num_logits=np.arange(num_reqs + 1, dtype=np.int32),
         packed=packed,
@@ -216,21 +235,17 @@ def pad_mixed(layout: BatchLayout, num_tokens: int, num_reqs: int, idle_row: int
         num_tokens=num_tokens,
         num_logits=num_reqs,
         max_query_len=num_tokens,
-        max_seq_len=layout.max_seq_len,
+        max_seq_len=seq_len,
         max_num_logits=1,
     )
 
 
-def idle_mixed(num_tokens: int, num_reqs: int, idle_row: int, seq_len: int) -> BatchLayout:
-    """Return a padded step of no requests at all.
-
-    Args:
-        num_tokens: Tokens, nobody's.
-        num_reqs: Batch positions.
-        idle_row: The row that all of them name.
-        seq_len: Tokens of the longest, for whoever sizes something by it.
-    """
-    padded = pad_mixed(idle_decode(1, idle_row, seq_len), num_tokens, num_reqs, idle_row)
-    padded.query_start_loc[:] = 0
-    padded.query_lens[:] = padded.seq_lens[:] = padded.num_computed_tokens[:] = 0
-    return padded
+def _packed(num_reqs: int) -> tuple[Int32, tuple[Int32, Int32, Int32]]:
+    """Return a `packed` of zeros and its sections: [num_reqs] and twice [num_reqs + 1]."""
+    section = section_len(num_reqs)
+    packed = np.zeros(3 * section, dtype=np.int32)
+    return packed, (
+        packed[:num_reqs],
+        packed[section : section + num_reqs + 1],
+        packed[2 * section : 2 * section + num_reqs + 1],
+    )

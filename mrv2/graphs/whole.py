@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from mrv2.batch.inputs import InputBatch
-from mrv2.batch.layout import BatchLayout, pad_decode, pad_mixed
+from mrv2.batch.layout import BatchLayout, Int32, pack_decode, pack_mixed
 from mrv2.graphs.capture import Graph, GraphMaker
 from mrv2.graphs.shape import GraphKey, GraphMode
 from mrv2.ports import ForwardInputs
@@ -44,8 +44,8 @@ class StepGraphs:
         self._idle_row = idle_row
         self._maker = maker
         self._captured: dict[GraphKey, tuple[Graph, DrawnStep]] = {}
-        self._padded: BatchLayout | None = None
-        self._padded_from: object = None
+        self._packed: Int32 | None = None
+        self._packed_from: object = None
         self._cut: DrawnStep | None = None
         self._cut_of: tuple[GraphKey, int, int] | None = None
 
@@ -81,35 +81,45 @@ class StepGraphs:
             ),
         )
 
-    def padded(self, layout: BatchLayout, key: GraphKey) -> BatchLayout:
-        """Return a layout padded to a captured shape; the last one again while the rows stay."""
-        if self._padded_from is not layout.packed or self._padded is None:
-            self._padded_from = layout.packed
-            self._padded = self._pad(layout, key)
-        return self._padded
+    def packed(self, layout: BatchLayout, key: GraphKey) -> Int32:
+        """Return the `packed` of a layout padded to a captured shape.
 
-    def _pad(self, layout: BatchLayout, key: GraphKey) -> BatchLayout:
+        It is the last one again while the rows stay.
+        """
+        if self._packed_from is not layout.packed or self._packed is None:
+            self._packed_from = layout.packed
+            self._packed = self._pack(layout, key)
+        return self._packed
+
+    def _pack(self, layout: BatchLayout, key: GraphKey) -> Int32:
         if key.mode is GraphMode.MIXED:
-            return pad_mixed(layout, key.num_tokens, key.num_reqs, self._idle_row)
+            return pack_mixed(layout, key.num_reqs, self._idle_row)
         if layout.num_reqs == key.num_reqs:
-            return layout
-        return pad_decode(layout, key.num_reqs, self._idle_row)
+            return layout.packed
+        return pack_decode(layout, key.num_reqs, self._idle_row)
 
-    def replay(self, layout: BatchLayout, key: GraphKey) -> DrawnStep:
+    def replay(self, layout: BatchLayout, key: GraphKey) -> None:
         """Queue the step of a layout whose padded rows are on the device.
 
         Args:
             layout: Not padded.
             key: The captured shape that it was padded to.
-
-        Returns:
-            Its values, without what pads it. They hold until the next replay.
         """
-        graph, captured = self._captured[key]
-        graph.replay()
+        self._captured[key][0].replay()
+
+    def values(self, layout: BatchLayout, key: GraphKey) -> DrawnStep:
+        """Return the values of the step that was replayed last, without what pads it.
+
+        They hold until the next replay. Most steps go without: to cut two dozen tensors costs more
+        than to launch the step.
+
+        Args:
+            layout: The step's, not padded.
+            key: The captured shape that it was padded to.
+        """
         shape = key, layout.num_reqs, layout.num_tokens
         if self._cut is None or self._cut_of != shape:
-            self._cut, self._cut_of = _cut(captured, layout), shape
+            self._cut, self._cut_of = _cut(self._captured[key][1], layout), shape
         # The views are those of the last step of this shape, which nobody looks at any more.
         batch = self._cut.batch
         batch.layout = layout
@@ -120,7 +130,7 @@ class StepGraphs:
     def release(self) -> None:
         """Forget every graph and give its memory back."""
         self._captured.clear()
-        self._cut = self._padded = None
+        self._cut = self._packed = None
         self._maker.release()
 
 

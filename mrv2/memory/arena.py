@@ -10,6 +10,10 @@ to what the later leaves.
 
 The allocation is made once, when its size is known: everything that is to lie in it is reserved
 before any of it is used. Its tensors then stay at their addresses.
+
+A tensor that is large and seldom read need not take memory of the device: it may lie in a second
+allocation, of pinned memory of the host, which the device reads and writes where it is. Its words
+have addresses of their own in the same space, so that one upload and one kernel serve both.
 """
 
 import math
@@ -33,6 +37,9 @@ PIECE = 512
 _HEADER = 4
 """Words that describe one piece in the packed buffer: its start, the low word before the high one,
 its length, and the offset of its values."""
+_MAPPED = 1 << 60
+"""Added to the address of a word of the host's memory."""
+_MAPPED_HIGH = tl.constexpr(_MAPPED >> 32)
 _ALIGNMENT = 16
 """Words. Every tensor starts at a multiple of 64 bytes, as if it had been allocated alone."""
 
@@ -40,32 +47,42 @@ _ALIGNMENT = 16
 @triton.jit
 def _staged_write_kernel(
     target_ptr: tl.tensor,
+    mapped_ptr: tl.tensor,
     packed_ptr: tl.tensor,
     PIECE: tl.constexpr,
 ) -> None:
     header = packed_ptr + tl.program_id(0) * 4
     low = tl.load(header).to(tl.int64) & 0xFFFFFFFF
-    start = (tl.load(header + 1).to(tl.int64) << 32) | low
+    high = tl.load(header + 1)
+    start = ((high & (_MAPPED_HIGH - 1)).to(tl.int64) << 32) | low
     length = tl.load(header + 2)
     source = tl.load(header + 3).to(tl.int64)
     step = tl.arange(0, PIECE)
     mask = step < length
     value = tl.load(packed_ptr + source + step, mask=mask)
-    tl.store(target_ptr + start + step, value, mask=mask)
+    if high >= _MAPPED_HIGH:
+        tl.store(mapped_ptr + start + step, value, mask=mask)
+    else:
+        tl.store(target_ptr + start + step, value, mask=mask)
 
 
-def _staged_write_launch(target: Tensor, packed: Tensor, num_pieces: int) -> Launch:
-    return Launch(_staged_write_kernel, (num_pieces,), (target, packed), {"PIECE": PIECE})
+def _staged_write_launch(target: Tensor, mapped: Tensor, packed: Tensor, num_pieces: int) -> Launch:
+    args = (target, mapped, packed)
+    return Launch(_staged_write_kernel, (num_pieces,), args, {"PIECE": PIECE})
 
 
-def _staged_write_reference(target: Tensor, packed: Tensor, num_pieces: int) -> None:
-    """Write packed values into words of `target`, in place.
+def _staged_write_reference(
+    target: Tensor, mapped: Tensor, packed: Tensor, num_pieces: int
+) -> None:
+    """Write packed values into words of `target` and of `mapped`, in place.
 
     Args:
         target: [num_words] int32, contiguous. May have more than 2**31 words.
+        mapped: [num_words] int32, contiguous. As `target`, of pinned memory of the host.
         packed: [num_packed] int32. `num_pieces` headers of start (64 bits, the low word first),
             length and offset into `packed`; then the values. At most `PIECE` words of each piece
-            are written. No two pieces meet.
+            are written. No two pieces meet. A start of 2**60 or more is one in `mapped`, by so much
+            larger.
         num_pieces: Headers in `packed`.
     """
     headers = packed[: num_pieces * _HEADER].view(num_pieces, _HEADER).long()
@@ -74,14 +91,19 @@ def _staged_write_reference(target: Tensor, packed: Tensor, num_pieces: int) -> 
     piece = torch.repeat_interleave(length)
     step = torch.arange(piece.numel()) - (length.cumsum(0) - length)[piece]
     start = (high << 32) | (low & 0xFFFFFFFF)
-    target[start[piece] + step] = packed[offset[piece] + step]
+    word, value = start[piece] + step, packed[offset[piece] + step]
+    is_mapped = word >= _MAPPED
+    if is_mapped.any():
+        mapped[word[is_mapped] - _MAPPED] = value[is_mapped]
+        word, value = word[~is_mapped], value[~is_mapped]
+    target[word] = value
 
 
 staged_write = TwinOp(
     "memory.staged_write",
     reference=_staged_write_reference,
     launch=_staged_write_launch,
-    mutates=frozenset({"target"}),
+    mutates=frozenset({"target", "mapped"}),
 )
 
 Int32 = npt.NDArray[np.int32]
@@ -93,7 +115,7 @@ class Region:
     """Where a tensor lies in an arena."""
 
     start: int
-    """Its first word."""
+    """Address of its first word."""
     size: tuple[int, ...]
     dtype: torch.dtype
 
@@ -107,16 +129,19 @@ class Arena:
 
     def __init__(self, transfers: Transfers) -> None:
         self.transfers = transfers
-        self._num_words = 0
-        self._words: Tensor | None = None
+        self._num_words = {False: 0, True: 0}
+        self._words: dict[bool, Tensor] = {}
         self._stage_anew()
 
-    def reserve(self, size: tuple[int, ...], dtype: torch.dtype) -> Region:
+    def reserve(
+        self, size: tuple[int, ...], dtype: torch.dtype, *, is_mapped: bool = False
+    ) -> Region:
         """Keep room for a tensor.
 
         Args:
             size: Its size.
             dtype: A type of 4 or 8 bytes.
+            is_mapped: Whether it lies in memory of the host, which the device reaches.
 
         Raises:
             ConfigError: The dtype has neither 4 nor 8 bytes, or the memory was allocated already.
@@ -125,39 +150,49 @@ class Arena:
             raise ConfigError(
                 f"dtype is {dtype}, of {dtype.itemsize} bytes; staged writes move words of 4 or 8"
             )
-        if self._words is not None:
+        if self._words:
             raise ConfigError(
-                f"room for a tensor of size {size} is reserved after the {self._num_words} words "
-                "of this arena were allocated: make all state before using any of it"
+                f"room for a tensor of size {size} is reserved after the "
+                f"{sum(self._num_words.values())} words of this arena were allocated: "
+                "make all state before using any of it"
             )
-        start = self._num_words
+        start = self._num_words[is_mapped]
         num_words = math.prod(size) * dtype.itemsize // 4
-        self._num_words += -(-num_words // _ALIGNMENT) * _ALIGNMENT
-        return Region(start=start, size=size, dtype=dtype)
+        self._num_words[is_mapped] += -(-num_words // _ALIGNMENT) * _ALIGNMENT
+        return Region(start=start + _MAPPED * is_mapped, size=size, dtype=dtype)
 
-    def allocate(self) -> Tensor:
-        """Return the words, [num_words] int32; they are allocated, as zeros, at the first call."""
-        if self._words is None:
-            self._words = torch.zeros(
-                self._num_words, dtype=torch.int32, device=self.transfers.device
+    def allocate(self) -> None:
+        """Allocate all words, as zeros, unless they are there."""
+        if not self._words:
+            device = self.transfers.device
+            mapped = torch.zeros(
+                self._num_words[True], dtype=torch.int32, pin_memory=device.type == "cuda"
             )
-        return self._words
+            words = torch.zeros(self._num_words[False], dtype=torch.int32, device=device)
+            # Where nothing is mapped, its place is taken by what a kernel can be given.
+            self._words = {False: words, True: mapped if len(mapped) else words}
 
     def view(self, region: Region) -> Tensor:
         """Return the tensor of a region; it stays at its address."""
+        self.allocate()
         num_words = math.prod(region.size) * region.dtype.itemsize // 4
-        words = self.allocate()[region.start : region.start + num_words]
+        is_mapped = region.start >= _MAPPED
+        start = region.start - _MAPPED * is_mapped
+        words = self._words[is_mapped][start : start + num_words]
         return words.view(region.dtype).view(region.size)
 
-    def stage(self, start: int, words: list[int] | Int32) -> None:
+    def stage(self, start: int, words: Int32) -> None:
         """Remember to write `words`, copied now, from word `start` on.
 
         The caller sees to it that they lie in its region.
         """
-        if isinstance(words, list):
-            self._values.fromlist(words)
-        else:
-            self._values.frombytes(words.view(np.uint8).data)
+        self._values.frombytes(words.view(np.uint8).data)
+        self._starts.append(start)
+        self._lengths.append(len(words))
+
+    def stage_list(self, start: int, words: list[int]) -> None:
+        """As `stage`, of words in a list; a short one is not worth an array."""
+        self._values.fromlist(words)
         self._starts.append(start)
         self._lengths.append(len(words))
 
@@ -174,7 +209,9 @@ class Arena:
             np.frombuffer(self._values, dtype=np.int32),
         )
         self._stage_anew()
-        staged_write(self.allocate(), self.transfers.upload(packed), num_pieces)
+        self.allocate()
+        uploaded = self.transfers.upload(packed)
+        staged_write(self._words[False], self._words[True], uploaded, num_pieces)
 
     @property
     def num_staged(self) -> int:

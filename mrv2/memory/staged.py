@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from functools import cached_property
+from typing import NoReturn
 
 import numpy as np
 import numpy.typing as npt
@@ -22,6 +23,7 @@ class StagedWriteTensor:
         device: Where the tensor lives.
         arena: Memory of `device` that the tensor shares with others, which are written together
             with it. One of its own if not given, for use outside a runner.
+        is_mapped: Whether it lies in pinned memory of the host, which the device reaches.
 
     Raises:
         ConfigError: The dtype has neither 4 nor 8 bytes, or the size has neither one nor two axes,
@@ -34,12 +36,14 @@ class StagedWriteTensor:
         dtype: torch.dtype,
         device: torch.device | str,
         arena: Arena | None = None,
+        *,
+        is_mapped: bool = False,
     ) -> None:
         if len(size) not in (1, 2):
             raise ConfigError(f"size is {size}; a staged tensor has one or two axes")
         self._arena = arena or Arena(Transfers(torch.device(device)))
         self._owns_arena = arena is None
-        self._region = self._arena.reserve(size, dtype)
+        self._region = self._arena.reserve(size, dtype, is_mapped=is_mapped)
         self._num_rows, self._num_columns = size if len(size) == 2 else (size[0], 1)
         self._value_dtype = torch.empty(0, dtype=dtype).numpy().dtype
         self._holds_words = dtype == torch.int32
@@ -65,21 +69,24 @@ class StagedWriteTensor:
                 staged.
         """
         end = start + len(value)
-        if not 0 <= row < self._num_rows:
-            raise CapacityError(f"row {row} is outside the {self._num_rows} rows of this tensor")
-        if start < 0 or end > self._num_columns:
-            raise CapacityError(
-                f"columns {start}..{end} of row {row} are outside "
-                f"the {self._num_columns} columns of this tensor"
-            )
+        if not (0 <= row < self._num_rows and 0 <= start <= end <= self._num_columns):
+            self._refuse(row, start, end)
         if end == start:
             return
         cell = (row * self._num_columns + start) * self._words_of_value
         if self._holds_words and isinstance(value, list):
-            self._arena.stage(self._region.start + cell, value)
+            self._arena.stage_list(self._region.start + cell, value)
         else:
             values = np.ascontiguousarray(value, dtype=self._value_dtype)
             self._arena.stage(self._region.start + cell, values.view(np.int32))
+
+    def _refuse(self, row: int, start: int, end: int) -> NoReturn:
+        if not 0 <= row < self._num_rows:
+            raise CapacityError(f"row {row} is outside the {self._num_rows} rows of this tensor")
+        raise CapacityError(
+            f"columns {start}..{end} of row {row} are outside "
+            f"the {self._num_columns} columns of this tensor"
+        )
 
     def apply_write(self) -> None:
         """Queue everything that is staged in the arena, for this tensor and for all others of it.

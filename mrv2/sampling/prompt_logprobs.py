@@ -101,6 +101,11 @@ class PromptLogprobs:
     def flush(self) -> None:
         """Nothing: all of it is the host's."""
 
+    @property
+    def are_wanted(self) -> bool:
+        """Whether a request still waits for any."""
+        return bool(self._prompts)
+
     def check(self, plan: StepPlan) -> None:
         """Refuse a step that leaves positions of a prompt out, and change nothing.
 

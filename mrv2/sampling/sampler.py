@@ -74,10 +74,21 @@ class Sampler:
             requests=requests,
             thinking=config.thinking,
         )
-        self._stages = tuple(factory(resources) for factory in stages)
+        made = [(factory, factory(resources)) for factory in stages]
+        self._stages = tuple(stage for _, stage in made)
         self._logprobs = SampledLogprobs(resources, config.logprobs_mode)
-        self._states: tuple[RowState, ...] = (self._columns, self._logprobs, *self._stages)
+        own = tuple(stage for factory, stage in made if factory in STAGES)
+        self._features: tuple[RowState, ...] = (self._logprobs, *own)
+        """They want nothing for a request that is plain, as for a row that was evicted, so they
+        are told of neither."""
+        self._hosts: tuple[LogitsStage | NarrowingStage, ...] = tuple(
+            stage for factory, stage in made if factory not in STAGES
+        )
+        """They may want something for any request."""
+        self._demanding: set[int] = set()
+        """Rows of requests that are not plain."""
         self._changed = False
+        self._features_changed = True
         self._wishes: _Wishes | None = None
         device = arena.transfers.device
         self._no_division = torch.zeros(config.num_rows, dtype=torch.float32, device=device)
@@ -94,8 +105,14 @@ class Sampler:
         """
         self._touch()
         try:
-            for state in self._states:
-                state.admit(row, arrival)
+            self._columns.admit(row, arrival)
+            for stage in self._hosts:
+                stage.admit(row, arrival)
+            if row in self._demanding or not arrival.sampling.is_plain:
+                self._demanding.add(row)
+                self._features_changed = True
+                for state in self._features:
+                    state.admit(row, arrival)
         except Exception:
             self.evict(row)
             raise
@@ -103,16 +120,27 @@ class Sampler:
     def evict(self, row: int) -> None:
         """Forget a row."""
         self._touch()
-        for state in self._states:
-            state.evict(row)
+        self._columns.evict(row)
+        for stage in self._hosts:
+            stage.evict(row)
+        if row in self._demanding:
+            self._demanding.remove(row)
+            self._features_changed = True
+            for state in self._features:
+                state.evict(row)
 
     def flush(self) -> None:
         """Stage or queue what changed; nothing has where no request came or went."""
         if not self._changed:
             return
         self._changed = False
-        for state in self._states:
-            state.flush()
+        self._columns.flush()
+        for stage in self._hosts:
+            stage.flush()
+        if self._features_changed:
+            self._features_changed = False
+            for state in self._features:
+                state.flush()
 
     def __call__(self, logits: Tensor, view: LogitsView) -> SamplerOutput:
         """Queue the draw of one token for each logit. Never waits for the device.
@@ -187,6 +215,8 @@ class Sampler:
 
     def draws_plainly(self, rows: npt.NDArray[np.int32]) -> bool:
         """Say whether `draw_plainly` is all that these rows want."""
+        if not self._demanding and not self._hosts:
+            return True
         return self._wishes_of(rows).are_plain
 
     def drawn(self, token_ids: Tensor, logits: Tensor, view: LogitsView) -> SamplerOutput:

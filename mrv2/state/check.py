@@ -51,6 +51,8 @@ def check_events(
 
 
 Int32 = npt.NDArray[np.int32]
+_ABSENT = -1
+"""In place of the row of a request that has none."""
 
 
 def check_work(
@@ -68,14 +70,15 @@ def check_work(
             known, or the parallel lists differ in length.
     """
     scheduled = plan.scheduled
-    _check_lists(scheduled)
+    places = _check_lists(scheduled)
     total = sum(scheduled.num_tokens)
     if total > config.max_num_tokens:
         raise CapacityError(
             f"the step has {total} tokens; max_num_tokens is {config.max_num_tokens}"
         )
-    found = _check_rows(plan, rows)
-    _check_first_positions(plan)
+    moves = bool(plan.arrivals or plan.departed)
+    found = _check_rows(plan, places, rows) if moves else rows.rows(scheduled.req_ids)
+    _check_first_positions(plan, places)
     ends = list(map(add, scheduled.num_computed_tokens, scheduled.num_tokens))
     fits = (
         min(scheduled.num_tokens) > 0
@@ -85,19 +88,21 @@ def check_work(
     )
     if not fits:
         _refuse_work(scheduled, config)
-    return found, check_blocks(plan, np.array(ends, dtype=np.int32), found, rows, block_tables)
+    held = _held_after(plan, places, found, rows, block_tables)
+    room = _check_room_in_blocks(plan, np.array(ends, dtype=np.int32), held, block_tables)
+    return None if moves else found, room
 
 
 def check_blocks(
-    plan: StepPlan, ends: Int32, found: Int32 | None, rows: RowTable, block_tables: BlockTables
+    plan: StepPlan, ends: Int32, found: Int32, rows: RowTable, block_tables: BlockTables
 ) -> int:
-    """Refuse tokens that no block is there for, the plan's new blocks counted in.
+    """Refuse tokens that no block is there for, in a step in which no row changes hands.
 
     Args:
-        plan: Its events have not been applied.
+        plan: Its new blocks have not been appended; they count.
         ends: [num_reqs] int32. Tokens of each scheduled request with this step's.
-        found: [num_reqs] int32, their rows; None where the plan's events move some of them.
-        rows: Finds the others.
+        found: [num_reqs] int32, their rows.
+        rows: Finds the rows of requests that are given blocks.
         block_tables: Knows what each row holds.
 
     Returns:
@@ -106,16 +111,20 @@ def check_blocks(
     Raises:
         CapacityError: A request's blocks end before its tokens do.
     """
+    going = plan.continuations
+    held = block_tables.num_held(
+        found,
+        [rows.row(continuation.req_id) for continuation in going],
+        [continuation.new_block_ids for continuation in going],
+    )
+    return _check_room_in_blocks(plan, ends, held, block_tables)
+
+
+def _check_room_in_blocks(
+    plan: StepPlan, ends: Int32, held: Int32, block_tables: BlockTables
+) -> int:
+    """Return what `check_blocks` does, from the blocks that each request will hold."""
     req_ids = plan.scheduled.req_ids
-    if found is None:
-        held = _held_after(plan, rows, block_tables)
-    else:  # no row changes hands
-        going = plan.continuations
-        held = block_tables.num_held(
-            found,
-            [rows.row(continuation.req_id) for continuation in going],
-            [continuation.new_block_ids for continuation in going],
-        )
     rooms = [
         held[index] * group.block_size - ends for index, group in enumerate(block_tables.groups)
     ]
@@ -131,20 +140,33 @@ def check_blocks(
     return room
 
 
-def _held_after(plan: StepPlan, rows: RowTable, block_tables: BlockTables) -> Int32:
+def _held_after(
+    plan: StepPlan,
+    places: dict[str, int],
+    found: Int32,
+    rows: RowTable,
+    block_tables: BlockTables,
+) -> Int32:
     """Return how many blocks the scheduled requests hold after the plan's events.
 
-    [num_groups, num_reqs] int32.
+    Args:
+        plan: Its events have not been applied.
+        places: Where each request is in the step.
+        found: [num_reqs] int32. Their rows; any for those that arrive.
+        rows: Finds the rows of requests that are given blocks.
+        block_tables: Knows what each row holds.
+
+    Returns:
+        [num_groups, num_reqs] int32.
     """
-    req_ids = plan.scheduled.req_ids
-    held = block_tables.num_held(rows.rows_if_live(req_ids))
-    arriving = {arrival.req_id: arrival.block_ids for arrival in plan.arrivals}
-    new = arriving | {going.req_id: going.new_block_ids for going in plan.continuations}
-    if new:
-        for index in [index for index, req_id in enumerate(req_ids) if req_id in new]:
-            if req_ids[index] in arriving:
-                held[:, index] = 0
-            held[:, index] += [len(blocks) for blocks in new[req_ids[index]]]
+    held = block_tables.num_held(found)
+    given = [(places.get(arrival.req_id), arrival.block_ids) for arrival in plan.arrivals]
+    held[:, [place for place, _ in given if place is not None]] = 0
+    given += [(places.get(going.req_id), going.new_block_ids) for going in plan.continuations]
+    scheduled = [(place, blocks) for place, blocks in given if place is not None]
+    if scheduled:
+        counts = [[len(blocks) for blocks in block_ids] for _, block_ids in scheduled]
+        held[:, [place for place, _ in scheduled]] += np.array(counts, dtype=np.int32).T
     return held
 
 
@@ -169,7 +191,8 @@ def _refuse_work(scheduled: Scheduled | NextDecode, config: RunnerConfig) -> Non
             )
 
 
-def _check_lists(scheduled: Scheduled | NextDecode) -> None:
+def _check_lists(scheduled: Scheduled | NextDecode) -> dict[str, int]:
+    """Return where each request is in the step."""
     num_reqs = len(scheduled.req_ids)
     lengths = (
         len(scheduled.num_tokens),
@@ -178,34 +201,32 @@ def _check_lists(scheduled: Scheduled | NextDecode) -> None:
     )
     if lengths != (num_reqs, num_reqs, num_reqs):
         raise ProtocolError(f"{num_reqs} requests are scheduled with lists of {lengths} entries")
-    if len(set(scheduled.req_ids)) != num_reqs:
+    places = dict(zip(scheduled.req_ids, range(num_reqs), strict=True))
+    if len(places) != num_reqs:
         twice = next(name for name, count in Counter(scheduled.req_ids).items() if count > 1)
         raise ProtocolError(f"request {twice!r} is scheduled twice in one step")
+    return places
 
 
-def _check_rows(plan: StepPlan, rows: RowTable) -> npt.NDArray[np.int32] | None:
-    if not plan.arrivals and not plan.departed:
-        # No row changes hands, so the look-up that the step needs anyway is the check.
-        return rows.rows(plan.scheduled.req_ids)
-    arriving = {arrival.req_id for arrival in plan.arrivals}
-    scheduled = set(plan.scheduled.req_ids) - arriving
-    absent = rows.absent(scheduled) | scheduled.intersection(plan.departed)
-    if absent:
-        req_id = next(name for name in plan.scheduled.req_ids if name in absent)
+def _check_rows(plan: StepPlan, places: dict[str, int], rows: RowTable) -> Int32:
+    """Return the rows of the scheduled requests, any for those that arrive."""
+    found = rows.rows_if_live(plan.scheduled.req_ids)
+    found[[places[req_id] for req_id in plan.departed if req_id in places]] = _ABSENT
+    found[[places[each.req_id] for each in plan.arrivals if each.req_id in places]] = 0
+    if found.min() == _ABSENT:
+        req_id = plan.scheduled.req_ids[int(found.argmin())]
         raise ProtocolError(f"request {req_id!r} is scheduled but has no row")
-    return None
+    return found
 
 
-def _check_first_positions(plan: StepPlan) -> None:
-    if not plan.arrivals:
-        return
-    starts = dict(zip(plan.scheduled.req_ids, plan.scheduled.num_computed_tokens, strict=True))
+def _check_first_positions(plan: StepPlan, places: dict[str, int]) -> None:
+    starts = plan.scheduled.num_computed_tokens if plan.arrivals else ()
     for arrival in plan.arrivals:
-        start = starts.get(arrival.req_id, arrival.num_computed_tokens)
-        if start != arrival.num_computed_tokens:
+        place = places.get(arrival.req_id)
+        if place is not None and starts[place] != arrival.num_computed_tokens:
             raise ProtocolError(
                 f"request {arrival.req_id!r} arrives with num_computed_tokens "
-                f"{arrival.num_computed_tokens} and is to run from position {start}"
+                f"{arrival.num_computed_tokens} and is to run from position {starts[place]}"
             )
 
 

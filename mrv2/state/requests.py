@@ -26,14 +26,17 @@ class RequestColumns:
         num_rows: Rows; the last is the idle one.
         max_model_len: Tokens that a row can hold.
         arena: Memory of the tokens and counters.
+        maps_tokens: Whether the tokens lie in memory of the host, which the device reaches.
     """
 
-    def __init__(self, num_rows: int, max_model_len: int, arena: Arena) -> None:
+    def __init__(
+        self, num_rows: int, max_model_len: int, arena: Arena, *, maps_tokens: bool = False
+    ) -> None:
         device = arena.transfers.device
         self.idle_row = num_rows - 1
         """The row of no request: it has no tokens."""
         self.token_ids = StagedWriteTensor(
-            (num_rows, max_model_len + 1), torch.int32, device, arena
+            (num_rows, max_model_len + 1), torch.int32, device, arena, is_mapped=maps_tokens
         )
         self.num_computed_tokens = StagedWriteTensor((num_rows,), torch.int32, device, arena)
         self.prompt_len = MirroredTensor(num_rows, torch.int32, arena)

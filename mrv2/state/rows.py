@@ -77,10 +77,6 @@ class RowTable:
         """Return the rows of many requests, [num_reqs] int32; -1 for those that have none."""
         return np.fromiter(map(self._row_of.get, req_ids, repeat(-1)), np.int32, len(req_ids))
 
-    def absent(self, req_ids: set[str]) -> set[str]:
-        """Return those of many requests that have no row."""
-        return req_ids.difference(self._row_of)
-
     def __len__(self) -> int:
         return len(self._row_of)
 

@@ -2,10 +2,16 @@
 
 import torch
 from vllm.config import VllmConfig
+from vllm.utils.platform_utils import is_uva_available
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from mrv2 import GraphSizes, RunnerConfig, ThinkingMarkers
 from mrv2_compat.vllm_v1.kv_cache import kv_groups
+
+LARGEST_TABLE = 32 << 20
+"""Bytes of the table of all tokens that may lie on the device. Reading a whole history over the
+bus, as penalties do, costs time; a table of 256 requests of 131,072 tokens would cost 128 MiB
+instead, which are worth more as KV blocks."""
 
 
 def runner_config(
@@ -26,7 +32,17 @@ def runner_config(
         logprobs_mode=vllm_config.model_config.logprobs_mode,
         thinking=thinking_markers(vllm_config),
         graphs=graphs or GraphSizes(),
+        maps_tokens=_maps_tokens(vllm_config, device),
     )
+
+
+def _maps_tokens(vllm_config: VllmConfig, device: torch.device) -> bool:
+    rows, columns = (
+        vllm_config.scheduler_config.max_num_seqs,
+        vllm_config.model_config.max_model_len,
+    )
+    is_large = 4 * rows * columns > LARGEST_TABLE
+    return device.type == "cuda" and is_large and bool(is_uva_available())
 
 
 def thinking_markers(vllm_config: VllmConfig) -> ThinkingMarkers | None:

@@ -12,6 +12,8 @@ exist, and every field of SamplingParams and section of VllmConfig must have its
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum
+from functools import cached_property
+from operator import attrgetter
 from typing import Any
 
 ATTENTION_BACKENDS = ("CPU_ATTN", "FLASH_ATTN", "TRITON_ATTN")
@@ -41,7 +43,7 @@ class Refusal:
         return f"{self.what}: {self.remedy}"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Rule:
     """One value of a configuration or a request that has bounds."""
 
@@ -51,6 +53,11 @@ class Rule:
     feature: str
     accepts: Callable[[Any], bool]
     remedy: str
+
+    @cached_property
+    def resolve(self) -> Callable[[Any], Any]:
+        """Returns the value that an object has there."""
+        return attrgetter(self.path)
 
 
 def _equals(wanted: object) -> Callable[[Any], bool]:
@@ -281,6 +288,9 @@ REQUEST_RULES: tuple[Rule, ...] = (
 )
 REFUSED = frozenset(rule.path for rule in REQUEST_RULES)
 """Fields of SamplingParams that are refused unless they ask for nothing."""
+_refusable = attrgetter(*(rule.path for rule in REQUEST_RULES))
+_NOTHING_REFUSED = tuple((None, None, watermarking, 0, None) for watermarking in (None, False))
+"""Their values in almost every request."""
 
 _INPUT_REFUSALS: dict[str, str] = {
     "embeds": "prompt embeddings",
@@ -316,7 +326,7 @@ def environment_refusals(environ: Mapping[str, str]) -> list[Refusal]:
 def v1_obstacles(vllm_config: Any) -> list[str]:
     """Return what vLLM's own V1 runner cannot run of a VllmConfig."""
     obstacles = list(vllm_config._get_v1_model_runner_unsupported_features())
-    obstacles += [path for path in _V2_ONLY_PATHS if not _is_off(_resolve(vllm_config, path))]
+    obstacles += [path for path in _V2_ONLY_PATHS if not _is_off(attrgetter(path)(vllm_config))]
     return obstacles
 
 
@@ -353,6 +363,14 @@ def kv_cache_refusals(specs: Mapping[str, Any]) -> list[Refusal]:
     ]
 
 
+def asks_for_nothing_refused(params: Any) -> bool:
+    """Say of SamplingParams, in the time that every step has, that `request_refusals` is empty.
+
+    False says nothing.
+    """
+    return _refusable(params) in _NOTHING_REFUSED
+
+
 def request_refusals(params: Any, engine_input: Mapping[str, Any] | None = None) -> list[Refusal]:
     """Return everything in a request that the runner does not support.
 
@@ -374,17 +392,11 @@ def request_refusals(params: Any, engine_input: Mapping[str, Any] | None = None)
 def _apply(rules: Iterable[Rule], subject: Any) -> list[Refusal]:
     refusals = []
     for rule in rules:
-        value = _resolve(subject, rule.path)
+        value = rule.resolve(subject)
         if not rule.accepts(value):
             name = rule.path.rpartition(".")[2]
             refusals.append(Refusal(rule.feature, f"{name}={_short(value)}", rule.remedy))
     return refusals
-
-
-def _resolve(subject: Any, path: str) -> Any:
-    for name in path.split("."):
-        subject = getattr(subject, name)
-    return subject
 
 
 def _short(value: Any) -> str:

@@ -144,11 +144,16 @@ class VllmRunner:
         return specs
 
     def profile_run(self, randomize_inputs: bool = False) -> None:
-        """Run the largest forward, draw and chunk of prompt logprobs, for vLLM to measure."""
+        """Run the largest forward, draw and chunk of prompt logprobs, for vLLM to measure.
+
+        On a GPU this is beside the core's own state, and behind its kernels, which stay on the
+        device once they are loaded.
+        """
+        core = self._core_without_cache() if self.device.type == "cuda" else None
         hidden, last = self._dummy_run(self.max_num_tokens, randomize_inputs=randomize_inputs)
         self._dummy_sampler_run(last)
         self._dummy_scoring_run(hidden)
-        del hidden, last
+        del hidden, last, core
         gc.collect()
 
     def warming_up_model(self) -> None:
@@ -333,7 +338,7 @@ class VllmRunner:
                 "sample_tokens was called, and no step is in flight; "
                 "call execute_model first, with a step that runs tokens"
             )
-        core, layout = self._require_core(), self._step.batch.layout
+        core, layout = self._require_core(), self._step.layout
         grammar = grammar_mask(
             grammar_output, layout.req_ids, layout.cu_num_logits, core.config.vocab_size
         )
@@ -456,6 +461,15 @@ class VllmRunner:
             trace=self._trace,
             stages=stages_with(reshaping, narrowing),
         )
+
+    @torch.inference_mode()
+    def _core_without_cache(self) -> Runner:
+        """Return a core of the size that there will be, with its kernels loaded."""
+        specs = self.get_kv_cache_spec()
+        core = self._build_core(graphs.minimal_kv_cache(self.vllm_config, specs, num_blocks=1))
+        self._processors = None
+        core.warm_up()
+        return core
 
     def _params_of(self, req_id: str) -> SamplingParams:
         return self.ledger.get(req_id).sampling_params

@@ -10,7 +10,7 @@ import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import compress
-from operator import add
+from operator import add, attrgetter
 
 from vllm.sampling_params import SamplingParams
 from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
@@ -18,7 +18,7 @@ from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, Schedul
 from mrv2 import Arrival, Continuation, ProtocolError, Sampling, Scheduled, StepPlan
 from mrv2.errors import UnsupportedByRunner
 from mrv2_compat.vllm_v1.ledger import KnownRequest, LastDecode, RequestLedger
-from mrv2_compat.vllm_v1.refusals import request_refusals
+from mrv2_compat.vllm_v1.refusals import asks_for_nothing_refused, request_refusals
 
 
 def plan_step(
@@ -148,8 +148,10 @@ def sampling_of(
     """
     seed = params.seed
     if seed is None:
-        digest = hashlib.blake2b(f"{engine_seed}/{arrival_number}".encode(), digest_size=8).digest()
+        digest = hashlib.blake2b(b"%d/%d" % (engine_seed, arrival_number), digest_size=8).digest()
         seed = int.from_bytes(digest, "little")
+    if _shaping(params) in _SHAPES_NOTHING:
+        return Sampling(temperature=params.temperature, seed=seed)
     allowed = params.allowed_token_ids
     wanted = params.logprob_token_ids
     return Sampling(
@@ -178,6 +180,18 @@ def sampling_of(
     )
 
 
+_shaping = attrgetter(
+    "top_k", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty",
+    "logit_bias", "allowed_token_ids", "bad_words_token_ids", "min_tokens", "structured_outputs",
+    "thinking_token_budget", "logprobs", "logprob_token_ids", "prompt_logprobs",
+)  # fmt: skip
+"""Whatever of a request's parameters becomes part of `Sampling`, beside temperature and seed."""
+_SHAPES_NOTHING = tuple(
+    (top_k, 1.0, 0.0, 0.0, 0.0, 1.0, None, None, None, 0, None, None, None, None, None)
+    for top_k in (0, -1)
+)
+
+
 def _stop_token_ids(params: SamplingParams, vocab_size: int) -> tuple[int, ...]:
     """Return the stop tokens that can be drawn, EOS among them; none where no step forbids them."""
     if not params.min_tokens:
@@ -199,9 +213,10 @@ def _require_equal_lists(cached: CachedRequestData) -> None:
 
 def _require_support(request: NewRequestData) -> None:
     """Refuse what slipped past the check at the entrance: ignoring it would give wrong tokens."""
-    if request.sampling_params is None:
-        return  # `_announce` says so
-    reasons = request_refusals(request.sampling_params)
+    params = request.sampling_params
+    if params is None or asks_for_nothing_refused(params):  # `_announce` says what None is
+        return
+    reasons = request_refusals(params)
     if reasons:
         raise UnsupportedByRunner([f"request {request.req_id!r}: {reason}" for reason in reasons])
 

@@ -21,11 +21,18 @@ _FAR = 40
 """Words between two writes that nobody may touch."""
 
 
-def _packed(writes: list[tuple[int, Tensor]]) -> Tensor:
-    """Headers of start (two words), length and offset, then the values."""
+_MAPPED = 1 << 28
+"""High word of the address of a word that is mapped."""
+
+
+def _packed(writes: list[tuple[int, Tensor]], mapped: tuple[int, ...] = ()) -> Tensor:
+    """Headers of start (two words), length and offset, then the values.
+
+    Writes of the numbers in `mapped` go to mapped memory.
+    """
     headers, offset = list[int](), 4 * len(writes)
-    for start, values in writes:
-        headers += [start, 0, len(values), offset]
+    for number, (start, values) in enumerate(writes):
+        headers += [start, _MAPPED if number in mapped else 0, len(values), offset]
         offset += len(values)
     return torch.cat((torch.tensor(headers).int(), *(values.int() for _, values in writes)))
 
@@ -38,18 +45,22 @@ def _staged_write(generator: torch.Generator) -> Iterator[Sample]:
         start += min(len(value), PIECE) + _FAR
     order = torch.randperm(len(ragged), generator=generator).tolist()
     side_by_side = [(3, torch.tensor([1, 2])), (5, torch.tensor([3])), (0, torch.tensor([4, 5, 6]))]
-    for name, writes, num_words in (
-        ("ragged", [ragged[index] for index in order], start),
-        ("side by side", side_by_side, 6),
-        ("the first and the last word", [(0, torch.tensor([9])), (99, torch.tensor([-1]))], 100),
-        ("an empty write", [(2, torch.tensor([]))], 4),
-        ("none", [], 4),
+    edges = [(0, torch.tensor([9])), (99, torch.tensor([-1]))]
+    for name, writes, mapped, num_words in (
+        ("ragged", [ragged[index] for index in order], (), start),
+        ("every other one to mapped memory", ragged, tuple(range(0, len(ragged), 2)), start),
+        ("all to mapped memory", side_by_side, (0, 1, 2), 6),
+        ("side by side", side_by_side, (), 6),
+        ("the first and the last word", edges, (), 100),
+        ("an empty write", [(2, torch.tensor([]))], (), 4),
+        ("none", [], (), 4),
     ):
         yield Sample(
             name=name,
             arguments={
                 "target": sentinels(num_words, dtype=torch.int32),
-                "packed": _packed(writes),
+                "mapped": sentinels(num_words, dtype=torch.int32),
+                "packed": _packed(writes, mapped),
                 "num_pieces": len(writes),
             },
         )

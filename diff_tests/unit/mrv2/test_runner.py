@@ -223,7 +223,7 @@ def test_noise_depends_on_neither_batch_nor_chunks_nor_row(toy: Toy) -> None:
 
 @pytest.mark.parametrize(("seed", "lag"), [(1, 0), (2, 0), (3, 1), (4, 2)])
 def test_a_thousand_steps_of_random_lives(seed: int, lag: int) -> None:
-    config = replace(CONFIG, max_num_reqs=7)
+    config = replace(CONFIG, max_num_reqs=7, maps_tokens=seed % 2 == 0)
     toy = Toy(config, windows=WINDOWS)
     allocated: list[int] = []
 

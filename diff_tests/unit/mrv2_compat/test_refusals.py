@@ -104,6 +104,8 @@ def test_refused_requests_name_the_parameter_and_the_remedy(asked: dict[str, Any
     from vllm import SamplingParams
 
     (refusal,) = refusals.request_refusals(SamplingParams(**asked))
+    assert not refusals.asks_for_nothing_refused(SamplingParams(**asked))
+    assert refusals.asks_for_nothing_refused(SamplingParams())
     ((name, value),) = asked.items()
     assert f"({name}={value!r})" in str(refusal)
     assert "MRV2_RUNNER=v1" in refusal.remedy

@@ -118,7 +118,7 @@ def test_a_whole_batch() -> None:
         num_known_tokens=[9, 8, 6],
     )
     layout = layout_batch(scheduled, np.array([2, 3, 0], dtype=np.int32))
-    buffers.stage(layout)
+    buffers.stage(layout.packed)
     arena.flush()
     batch = prepare_inputs(layout, requests, tables, buffers)
     assert batch.rows.tolist() == [2, 3, 0]

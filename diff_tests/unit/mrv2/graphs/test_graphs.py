@@ -19,7 +19,7 @@ from mrv2 import (
     RunnerConfig,
     Sampling,
 )
-from mrv2.batch.layout import BatchLayout, idle_decode, layout_batch, pad_decode, pad_mixed
+from mrv2.batch.layout import BatchLayout, idle_decode, layout_batch, pack_decode, pack_mixed
 from mrv2.graphs.shape import GraphKey, GraphMode, GraphShapes
 from mrv2.memory.ring import NUM_SLOTS
 from mrv2.memory.transfers import Transfers
@@ -76,10 +76,8 @@ def test_a_step_gets_the_least_size_that_holds_it(
 
 
 def test_padding_puts_the_idle_row_behind_a_step() -> None:
-    padded = pad_decode(layout([1, 1]), 4, 6)
-    assert padded.rows.tolist() == [9, 9, 6, 6]
-    assert padded.query_start_loc.tolist() == padded.cu_num_logits.tolist() == [0, 1, 2, 3, 4]
-    assert padded.is_decode
+    packed = pack_decode(layout([1, 1]), 4, 6).reshape(3, 8).tolist()
+    assert packed == [[9, 9, 6, 6, 0, 0, 0, 0], *[[0, 1, 2, 3, 4, 0, 0, 0]] * 2]
 
 
 MIXED = replace(CONFIG, graphs=GraphSizes(decodes=(1, 2, 4), mixed=(4, 16), forwards=(32,)))
@@ -105,14 +103,11 @@ def test_a_step_with_prompts_is_captured_whole_where_it_fits(
 
 
 def test_padding_a_step_with_prompts_names_who_draws() -> None:
-    padded = pad_mixed(layout([3, 2]), 8, 4, 6)
-    assert padded.rows.tolist() == [9, 9, 6, 6]
-    assert padded.query_start_loc.tolist() == [0, 3, 5, 5, 5]
-    packed = padded.packed.reshape(3, 8).tolist()
+    packed = pack_mixed(layout([3, 2]), 4, 6).reshape(3, 8).tolist()
     assert packed == [[9, 9, 6, 6, 0, 0, 0, 0], [0, 3, 5, 5, 5, 0, 0, 0], [9, 9, 6, 6, 0, 0, 0, 0]]
-    chunks = pad_mixed(layout([3, 2], draws=False), 8, 4, 6)
-    assert chunks.logit_rows.tolist() == [6, 6, 6, 6]
-    assert not chunks.is_decode
+    chunks = pack_mixed(layout([3, 2], draws=False), 4, 6).reshape(3, 8)
+    assert chunks[:2].tolist() == packed[:2]
+    assert chunks[2].tolist() == [6, 6, 6, 6, 0, 0, 0, 0]
 
 
 class Seen:

@@ -128,7 +128,7 @@ def test_the_kernel_is_given_writes_that_do_not_meet(
     for row, (start, value) in writes:
         tensor.stage_write(row, start, value)
     num_staged = tensor.num_staged
-    with patch.object(arena, "staged_write", lambda _, packed, count: seen.append((packed, count))):
+    with patch.object(arena, "staged_write", lambda *arguments: seen.append(arguments[2:])):
         tensor.apply_write()
     assert len(seen) == bool(num_staged)
     if not seen:
@@ -274,9 +274,9 @@ def test_a_long_write_is_cut_into_pieces(
     seen: list[tuple[Tensor, int]] = []
     op = arena.staged_write
 
-    def watch(target: Tensor, packed: Tensor, num_pieces: int) -> None:
+    def watch(target: Tensor, mapped: Tensor, packed: Tensor, num_pieces: int) -> None:
         seen.append((packed, num_pieces))
-        op(target, packed, num_pieces)
+        op(target, mapped, packed, num_pieces)
 
     monkeypatch.setattr(arena, "staged_write", watch)
     tensor = made(dtype, (3, length + 2))
@@ -336,12 +336,57 @@ def test_an_arena_takes_no_more_than_its_tensors_and_their_alignment() -> None:
     shared = Arena(Transfers(torch.device("cpu")))
     sizes = ((5, 9), (7,), (1,))
     tensors = [StagedWriteTensor(size, torch.int32, "cpu", shared) for size in sizes]
-    assert shared.allocate().numel() == 48 + 16 + 16
-    assert [tensor.tensor.untyped_storage().data_ptr() for tensor in tensors] == [
-        shared.allocate().data_ptr()
-    ] * 3
+    storages = [tensor.tensor.untyped_storage() for tensor in tensors]
+    assert storages[0].nbytes() == 4 * (48 + 16 + 16)
+    assert len({storage.data_ptr() for storage in storages}) == 1
     with pytest.raises(ConfigError, match=r"\(2, 2\) is reserved after the 80 words"):
         StagedWriteTensor((2, 2), torch.int32, "cpu", shared)
+
+
+def test_mapped_tensors_have_an_allocation_of_their_own_and_share_the_write(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    counter = Counter(monkeypatch)
+    shared = Arena(Transfers(torch.device("cpu"), counter.copy))
+    tensors = [
+        StagedWriteTensor(size, dtype, "cpu", shared, is_mapped=is_mapped)
+        for size, dtype, is_mapped in (
+            ((5, 9), torch.int32, True),
+            ((5, 9), torch.int32, False),
+            ((3, 3), torch.int64, True),
+        )
+    ]
+    mapped, device, other = (tensor.tensor for tensor in tensors)
+    assert mapped.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
+    assert mapped.untyped_storage().data_ptr() != device.untyped_storage().data_ptr()
+    for row in range(5):
+        tensors[0].stage_write(row, 0, [row] * 9)
+        tensors[1].stage_write(row, 0, [-row] * 9)
+    tensors[0].stage_write(3, 4, [70, 71])
+    tensors[2].stage_write(2, 1, [2**40, -1])
+    shared.flush()
+    assert (counter.num_copies, counter.num_kernels) == (1, 1)
+    expected = torch.arange(5, dtype=torch.int32).unsqueeze(1).repeat(1, 9)
+    assert device.tolist() == (-expected).tolist()
+    expected[3, 4:6] = torch.tensor([70, 71])
+    assert mapped.tolist() == expected.tolist()
+    assert other.flatten().tolist() == [0] * 7 + [2**40, -1]
+
+
+@pytest.mark.gpu
+def test_a_mapped_tensor_is_written_by_the_gpu_where_it_lies() -> None:
+    shared = Arena(Transfers(torch.device("cuda")))
+    mapped = StagedWriteTensor((4, 1000), torch.int32, "cuda", shared, is_mapped=True)
+    device = StagedWriteTensor((4, 1000), torch.int32, "cuda", shared)
+    mapped.stage_write(3, 1, list(range(999)))
+    device.stage_write(0, 0, [5])
+    shared.flush()
+    torch.cuda.synchronize()
+    assert mapped.tensor.is_pinned()
+    assert mapped.tensor[3].tolist() == [0, *range(999)]
+    assert mapped.tensor[:3].count_nonzero() == 0
+    assert device.tensor.is_cuda
+    assert device.tensor[0, 0].item() == 5
 
 
 @pytest.mark.gpu

@@ -3,6 +3,7 @@
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
 from torch import Tensor
@@ -14,7 +15,8 @@ from mrv2.memory.transfers import Transfers
 from mrv2.plan import Arrival, Sampling
 from mrv2.sampling.columns import GREEDY_BELOW
 from mrv2.sampling.sampler import Sampler
-from mrv2.sampling.stage import LogitsView
+from mrv2.sampling.stage import LogitsView, StageResources
+from mrv2.sampling.stages import stages_with
 from mrv2.state.requests import RequestColumns
 from mrv2.trace import NullTrace, Probe, StepTrace
 
@@ -85,6 +87,93 @@ def view(rows: list[int], position: int = 5) -> LogitsView:
 
 def some_logits(count: int) -> Tensor:
     return torch.randn(count, VOCAB, generator=torch.Generator().manual_seed(11)) * 3
+
+
+DEMANDS = (
+    Sampling(allowed_token_ids=(3, 4)),
+    Sampling(bad_words=((1,),)),
+    Sampling(min_tokens=5, stop_token_ids=(7, 9)),
+    Sampling(logit_bias={5: 90.0}),
+    Sampling(presence_penalty=1.9, repetition_penalty=1.9),
+    Sampling(temperature=1.0, min_p=0.9),
+    Sampling(temperature=1.0, top_k=1),
+    Sampling(temperature=1.0, top_p=0.01),
+    Sampling(num_logprobs=3),
+    Sampling(logprob_token_ids=(4, 5)),
+)
+
+
+@pytest.mark.parametrize("demand", DEMANDS, ids=repr)
+def test_a_plain_request_asks_for_nothing_whoever_had_its_row(demand: Sampling) -> None:
+    """Beside a neighbour that asks for all that its row's last owner did."""
+    plain = Sampling(temperature=1.2, seed=4)
+    fresh, used, replaced = Recorder(), Recorder(), Recorder()
+    outputs = []
+    for trace, before in ((fresh, ()), (used, (demand, None)), (replaced, (demand,))):
+        sampler = sampler_with({6: demand}, trace)
+        assert sampler.draws_plainly(np.array([2], dtype=np.int32))
+        for sampling in before:
+            if sampling is None:
+                sampler.evict(2)
+            else:
+                sampler.admit(2, arrival(sampling))
+                assert not sampler.draws_plainly(np.array([2], dtype=np.int32))
+        sampler.admit(2, arrival(plain))
+        flush(sampler)
+        assert sampler.draws_plainly(np.array([2], dtype=np.int32))
+        assert not sampler.draws_plainly(np.array([2, 6], dtype=np.int32))
+        outputs.append(sampler(some_logits(2), view([2, 6])).token_ids.tolist())
+    assert outputs[0] == outputs[1] == outputs[2]
+    for trace in (used, replaced):
+        expected, found = fresh.values["processed_logits"], trace.values["processed_logits"]
+        assert torch.equal(found, expected)
+    raw = some_logits(2)[0].div(1.2)
+    assert torch.equal(fresh.values["processed_logits"][0], raw)
+
+
+class Own:
+    """A host's stage that wants one row, whatever the request asks for."""
+
+    def __init__(self, resources: StageResources) -> None:
+        self.rows: set[int] = set()
+
+    def admit(self, row: int, arrival: Arrival) -> None:
+        self.rows.add(row)
+
+    def evict(self, row: int) -> None:
+        self.rows.discard(row)
+
+    def flush(self) -> None:
+        pass
+
+    def wants(self, rows: npt.NDArray[np.int32]) -> bool:
+        return any(row in self.rows for row in rows.tolist())
+
+    def apply(self, logits: Tensor, view: LogitsView) -> None:
+        logits[:] = 0.0
+        logits[:, 42] = 1.0
+
+
+def test_a_hosts_own_stage_is_told_of_plain_requests_too() -> None:
+    arena = Arena(Transfers(torch.device("cpu")))
+    config = RunnerConfig(
+        device=arena.transfers.device,
+        max_num_reqs=4,
+        max_num_tokens=8,
+        max_model_len=16,
+        vocab_size=VOCAB,
+        kv_groups=(),
+    )
+    stages = stages_with([Own], [])
+    sampler = Sampler(config, RequestColumns(5, 16, arena), arena, NullTrace(), stages)
+    rows = np.array([1], dtype=np.int32)
+    assert sampler.draws_plainly(rows)
+    sampler.admit(1, arrival(Sampling()))
+    flush(sampler)
+    assert not sampler.draws_plainly(rows)
+    assert sampler(some_logits(1), view([1])).token_ids.tolist() == [42]
+    sampler.evict(1)
+    assert sampler.draws_plainly(rows)
 
 
 def test_greedy_rows_leave_the_logits_and_take_the_largest() -> None:
