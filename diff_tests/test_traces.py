@@ -14,6 +14,7 @@ from mrv2_diff.drivers.one_engine import job_environment
 from mrv2_diff.drivers.server import serving
 from mrv2_diff.harness import TraceReplay
 from mrv2_diff.models import ModelSpec, cached_model
+from mrv2_diff.traces import damage
 from mrv2_diff.traces.check import check_steps
 from mrv2_diff.traces.events import Event, Head, Output
 from mrv2_diff.traces.format import FrameWriter, open_trace
@@ -218,6 +219,15 @@ def test_another_kv_group_is_refused(traces: dict[str, Path], tmp_path: Path) ->
         replay(TraceReplay(trace=path))
 
 
+def test_another_configuration_is_refused(traces: dict[str, Path], tmp_path: Path) -> None:
+    engine = open_trace(traces["mrv2"]).head.engine
+    path = changed(
+        traces, tmp_path / "t", engine=msgspec.structs.replace(engine, logprobs_mode="../../x")
+    )
+    with pytest.raises(ReplayRefusedError, match="does not take the recorded configuration"):
+        replay(TraceReplay(trace=path))
+
+
 # A server.
 
 
@@ -246,6 +256,10 @@ def test_a_server_is_recorded_under_load(tmp_path: Path) -> None:
     contents = check_steps(trace.head, trace.steps())
     assert contents.requests == 20
     assert contents.tokens >= 20 * 24
+    for name, damaged in damage.copies(path):
+        copy = tmp_path / "copy.trace"
+        copy.write_bytes(damaged)
+        assert damage.read(copy) is not None, f"{name} was read to its end"
     result = replay(TraceReplay(trace=path, runner="v1"))
     assert result.verdict is Verdict.MATCH, (result.divergence, result.error)
     assert result.compared >= 20 * 24

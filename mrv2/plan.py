@@ -70,16 +70,17 @@ class Sampling:
     """Return the logprobs of exactly these tokens beside the sampled one's, in this order."""
     num_prompt_logprobs: int | None = None
     """As `num_logprobs`, for each token of the prompt but the first."""
-    is_plain: bool = field(init=False, compare=False, repr=False)
-    """Whether nothing is asked for but a temperature and a seed, as in most requests."""
 
     def __post_init__(self) -> None:
         self._require("temperature", 0.0 <= self.temperature < _INF, "finite and at least 0")
         self._require("seed", -(2**63) <= self.seed < 2**64, "an integer of 64 bits")
-        is_plain = _beside_temperature_and_seed(self) == _NOTHING
-        object.__setattr__(self, "is_plain", is_plain)
-        if not is_plain:
+        if not self.is_plain:
             self._check()
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether nothing is asked for but a temperature and a seed, as in most requests."""
+        return bool(_beside_temperature_and_seed(self) == _NOTHING)
 
     def _check(self) -> None:
         self._require("top_k", self.top_k >= 0, "0 (all) or more")
@@ -108,7 +109,7 @@ class Sampling:
 _RESET = {
     each.name: each.default_factory() if callable(each.default_factory) else each.default
     for each in fields(Sampling)
-    if each.init and each.name not in ("temperature", "seed")
+    if each.name not in ("temperature", "seed")
 }
 _beside_temperature_and_seed = attrgetter(*_RESET)
 _NOTHING = tuple(_RESET.values())

@@ -21,6 +21,9 @@ VLLM_DOORS = (
     "mrv2_diff/lockstep.py",
     "mrv2_diff/lockstep/",
     "mrv2_diff/schedules/",
+    "mrv2_diff/shadow/build.py",
+    "mrv2_diff/shadow/follower.py",
+    "mrv2_diff/shadow/worker.py",
     "mrv2_diff/traces/",
 )
 

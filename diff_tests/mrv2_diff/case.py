@@ -197,6 +197,19 @@ class Apart:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Budget:
+    """Most that a candidate may take of memory and time, over what the reference takes.
+
+    A budget is what is wanted, not what is so: one that is not kept stays as it is.
+    """
+
+    memory: float = 1.02
+    """Of the largest sum of tensor bytes in any phase of the start or of a step."""
+    latency: float = 1.05
+    """Of a step's time, on the host and on the device."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
     """One thing that is compared."""
 
@@ -221,6 +234,7 @@ class Case:
     """Name of the file that it was read from; None for a case of the catalog."""
     fault: str | None = None
     """Mutant that is put into the candidate as long as the case runs."""
+    budget: Budget = Budget()
 
     def on(self, device: str) -> "Case":
         """Return the case as it is run on a device: without faults that V1 has not there."""

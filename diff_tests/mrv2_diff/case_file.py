@@ -14,7 +14,7 @@ from typing import Any, Literal, TypeVar
 
 import msgspec
 
-from mrv2_diff.case import Abort, Add, Case, Departure, EngineSpec, Event
+from mrv2_diff.case import Abort, Add, Budget, Case, Departure, EngineSpec, Event
 from mrv2_diff.verdict import Verdict
 
 FORMAT = 1
@@ -77,6 +77,7 @@ def write(kept: CaseFile, path: Path) -> None:
             "fault": case.fault,
             "engine": _changed(case.engine),
             "departure": case.departure,
+            "budget": _changed(case.budget),
             "events": [_event(event) for event in case.workload()],
         },
     }
@@ -109,6 +110,7 @@ def _case(raw: dict[str, Any], file: str) -> Case:
     _check(events)
     engine = _converted(_taken(left, "engine", dict), EngineSpec, "engine")
     departure = left.pop("departure", None)
+    budget = _converted(left.pop("budget", {}), Budget, "budget")
     name, area, feature, title = (
         _taken(left, text, str) for text in ("id", "area", "feature", "title")
     )
@@ -117,6 +119,8 @@ def _case(raw: dict[str, Any], file: str) -> Case:
         raise ValueError(f"unknown: {', '.join(sorted(left))}")
     if not _NAME.fullmatch(name):
         raise ValueError(f"id {name!r} is not made of letters, digits and ._-")
+    if not min(budget.memory, budget.latency) > 0:
+        raise ValueError(f"a budget is not above 0: {budget}")
     if fault is not None and not isinstance(fault, str):
         raise ValueError(f"fault {fault!r} is no name")
     return Case(
@@ -129,6 +133,7 @@ def _case(raw: dict[str, Any], file: str) -> Case:
         departure=None if departure is None else _departure(departure),
         file=file,
         fault=fault,
+        budget=budget,
     )
 
 

@@ -41,6 +41,7 @@ from mrv2_diff.records_folder import RECORDS, RecordsFolder, RecordsFolderError
 from mrv2_diff.schedules import actions
 from mrv2_diff.schedules.result import LONG_SECONDS, SoakResult, invariance_table, summary
 from mrv2_diff.selection import SelectionError, case_in, check_known, pair_named, selected
+from mrv2_diff.verdict import Verdict
 
 if TYPE_CHECKING:
     from mrv2_diff.shrinking.request import Result
@@ -167,6 +168,8 @@ def _add_run(commands: "_Commands[argparse.ArgumentParser]") -> None:
                      "eager)")  # fmt: skip
     run.add_argument("--out", type=Path, default=LATEST, metavar="DIR",
                      help="where records.jsonl is written (default: %(default)s)")  # fmt: skip
+    run.add_argument("--budgets", action="store_true", help="fail also where a case is over its "
+                     "budget of memory or time; without it that is only told")  # fmt: skip
     run.add_argument("--resume", action="store_true", help="keep the records in --out and run "
                      "only the cases that have none for this pair, model and source")  # fmt: skip
 
@@ -475,7 +478,7 @@ def _run(arguments: argparse.Namespace, harness: Harness) -> int:
     except KeyboardInterrupt:
         print(f"\ninterrupted: {_how_to_go_on(records, expected, folder)}", file=sys.stderr)
         return EXIT_INTERRUPTED
-    return _conclude(records, expected=expected)
+    return _conclude(records, expected=expected, with_budgets=arguments.budgets)
 
 
 def _of_this_source(records: Sequence[Record], harness: Harness) -> list[Record]:
@@ -560,18 +563,24 @@ def _keep_failing(case: Case, record: Record, folder: Path) -> None:
         case_file.write(case_file.CaseFile(case=case, pair=record.pair, found=found), file)
 
 
-def _conclude(records: Sequence[Record], *, expected: int) -> int:
+def _conclude(records: Sequence[Record], *, expected: int, with_budgets: bool = False) -> int:
     """Print the last line and return the exit code: 0 only where every case ran and passed."""
-    from mrv2_diff.report import pairs_table, parity_line
+    from mrv2_diff.report import budgets_line, pairs_table, parity_line
 
     table = pairs_table(records)
     if table is not None:
         print("\n".join(table.lines))
     if len(records) < expected:
         print(f"{expected - len(records)} of {expected} cases gave no record", file=sys.stderr)
+    if (budgets := budgets_line(records)) is not None:
+        print(budgets)
     print(parity_line(records), flush=True)
     whole = bool(records) and len(records) >= expected
     passed = whole and all(record.verdict.passes for record in records)
+    over = [cost for record in records for cost in record.costs
+            if cost.verdict is Verdict.OVER_BUDGET]  # fmt: skip
+    if over and with_budgets:
+        return EXIT_FAILED
     return EXIT_PASSED if passed else EXIT_FAILED
 
 

@@ -21,6 +21,11 @@ a first comparison:
   mrv2-diff run                 every case, vLLM's V1 runner against mrv2
   mrv2-diff report              reports/latest/index.html
 
+on live traffic, without this command (docs/shadow.md):
+  MRV2_RUNNER=shadow vllm serve MODEL
+                                V1 serves; mrv2 follows 1 % of the requests, and what differs is
+                                appended to mrv2_shadow.jsonl and counted at /metrics
+
 exit codes: 0 all passed, 1 something failed, 2 bad input, 130 interrupted.
 `mrv2-diff COMMAND --help` tells more of each."""
 
@@ -40,6 +45,7 @@ examples:
   mrv2-diff run --runners v1,mrv2,vllm-v2          three runners, every pair, small cases
   mrv2-diff run --referee                          ask a third model who is right
   mrv2-diff run --layers                           name the first layer that differs
+  mrv2-diff run --budgets                          fail where memory or time is over its budget
   mrv2-diff run --resume                           go on after an interruption
   mrv2-diff run --case-file ./short/a.b.json       a case that shrink or a run wrote
 
@@ -60,12 +66,13 @@ of them the reference is further away than rounding and the candidate is not, th
 The noise floor is measured once for each engine and environment and kept in the user's cache,
 mrv2/floors; each case's line says the spacings that it required beside it.
 
-The last line is `parity: N cases, N match, ...`.
+The last line is `parity: N cases, N match, ...`, the one before it says how budgets were kept:
+within, over, or open where the 95 % interval of a ratio holds its budget.
 
 exit codes:
   0    at least one case ran, and every case passed (match, near tie, known difference,
        reference wrong, reference crashed)
-  1    a case failed, or gave no record
+  1    a case failed, or gave no record; with --budgets, one is over its budget
   2    bad input: an unknown name, no model, a folder that cannot be written
   130  interrupted; the records written so far are whole""",
 )

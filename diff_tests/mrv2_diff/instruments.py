@@ -1,54 +1,60 @@
-"""Instruments for one runner's part of a step: bytes that it allocates, and bytes that it keeps."""
+"""Instruments for one runner's part of a step: bytes that it allocates and keeps, and its time."""
 
 import tracemalloc
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from types import ModuleType
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.profiler import ProfilerActivity, profile
 
-from mrv2_diff.record import Latency, Memory, Quartiles
+from mrv2_diff.allocations import AllocationWatch
+from mrv2_diff.record import Latency, Memory, PhasePeak, Quartiles
+
+WINDOW_STEPS = 5
+"""Steps of a window, one behind the other, so that what a step leaves is seen to be kept."""
 
 
 @dataclass(slots=True)
 class MemoryMeter:
-    """Peaks over the calls that were wrapped, by side.
+    """Peaks over the calls that were wrapped, by side and phase.
 
     Tensor bytes come from torch's allocation events, so that a temporary that lives for a
-    microsecond counts; on a CUDA device they are the device's, from the counters of torch's
-    allocator, which rounds up. A replayed graph allocates nothing: what it uses is held. Python's
-    come from tracemalloc, which sees numpy's arrays too. All slow a step down manyfold: never time
-    with this in place.
+    microsecond counts; on a CUDA device they are the device's, as its allocator rounds them. A
+    replayed graph allocates nothing: what it uses is held. Python's come from tracemalloc, which
+    sees numpy's arrays too. All slow a step down manyfold: never time with this in place.
     """
 
     every: int
-    """Measure every n-th step; the instruments cost milliseconds."""
+    """Every so many windows one is measured; the instruments cost milliseconds."""
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     """Whose bytes are counted."""
-    tensor_peak: dict[str, int] = field(default_factory=dict)
+    stacks: bool = False
+    """Whether a peak names functions beside operations."""
     python_peak: dict[str, int] = field(default_factory=dict)
-    _held: dict[str, tuple[int, int]] = field(default_factory=dict)
-    """By side: the step that was measured last, and the tensor bytes that it still held."""
+    _watch: AllocationWatch | None = None
+    _window: int = -1
 
-    def __call__(self, side: str, step: int, call: Callable[[], Any]) -> Any:
-        """Run one part of a step under the instruments, if it is the step's turn.
+    def __call__(self, side: str, step: int, phase: str, call: Callable[[], Any]) -> Any:
+        """Run one part of a step under the instruments, if it is the turn of the step's window.
 
-        What execute leaves for sample, such as logits, counts in both.
+        What a part leaves, such as logits, counts in the later ones of the window.
         """
-        if step % self.every:
+        watch, window = self._allocations, step // WINDOW_STEPS
+        if window != self._window and watch.is_open:
+            watch.close()
+        if window % self.every:
             return call()
-        last, held = self._held.get(side, (step, 0))
+        self._window = window
+        if not watch.is_open:
+            watch.open()
         before, _ = tracemalloc.get_traced_memory()
         tracemalloc.reset_peak()
-        watch = _of_allocator if self.device.type == "cuda" else _of_events
-        result, python_peak, peak, held = watch(self.device, call, held if last == step else 0)
-        self._held[side] = step, held
+        result = watch.call(side, phase, call)
+        _, python_peak = tracemalloc.get_traced_memory()
         self.python_peak[side] = max(self.python_peak.get(side, 0), python_peak - before)
-        self.tensor_peak[side] = max(self.tensor_peak.get(side, 0), peak)
         return result
 
     def __enter__(self) -> "MemoryMeter":
@@ -58,58 +64,80 @@ class MemoryMeter:
 
     def __exit__(self, *exception: object) -> None:
         """Stop tracing."""
+        if self._allocations.is_open:
+            self._allocations.close()
         tracemalloc.stop()
 
-    def memory(self, side: str, held_bytes: int) -> Memory:
-        """Return the peaks of one side as a record keeps them."""
+    @property
+    def _allocations(self) -> AllocationWatch:
+        if self._watch is None:
+            self._watch = AllocationWatch(self.device, self.stacks)
+        return self._watch
+
+    def memory(
+        self, side: str, held_bytes: int, start: "dict[str, PhasePeak] | None" = None
+    ) -> Memory:
+        """Return the peaks of one side as a record keeps them.
+
+        Args:
+            side: As it was named in the calls.
+            held_bytes: Kept between steps.
+            start: Peaks of the phases of its start, where they were measured.
+        """
+        peaks = {
+            phase: peak for (whose, phase), peak in self._allocations.peaks.items() if whose == side
+        }
         return Memory(
-            step_peak_tensor_bytes=self.tensor_peak[side],
-            step_peak_python_bytes=self.python_peak[side],
+            step_peak_tensor_bytes=max((peak.peak_bytes for peak in peaks.values()), default=0),
+            step_peak_python_bytes=self.python_peak.get(side, 0),
             state_held_bytes=held_bytes,
+            phases={**(start or {}), **peaks},
         )
 
 
-def _of_events(
-    _device: torch.device, call: Callable[[], Any], held: int
-) -> tuple[Any, int, int, int]:
-    """Return a call's result, Python's peak in it, and what `tensor_bytes` makes of its events."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+class Timer(Protocol):
+    """Takes times on a device, without waiting for it before they are read."""
+
+    def call(self, call: Callable[[], Any]) -> tuple[Any, Callable[[], float]]:
+        """Return a call's result, and what returns its seconds on the device later."""
+
+
+class CudaTimer:
+    """Events of a CUDA stream before and behind a call."""
+
+    def call(self, call: Callable[[], Any]) -> tuple[Any, Callable[[], float]]:
+        """Return a call's result, and what waits for the device and returns the seconds."""
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
         result = call()
-        _, python_peak = tracemalloc.get_traced_memory()
-    return result, python_peak, *tensor_bytes(profiler, held)
+        end.record()
+
+        def seconds() -> float:
+            end.synchronize()
+            return begin.elapsed_time(end) / 1000
+
+        return result, seconds
 
 
-def _of_allocator(
-    device: torch.device, call: Callable[[], Any], held: int
-) -> tuple[Any, int, int, int]:
-    """Return the same as `_of_events`, counted by the allocator of a CUDA device."""
-    before = torch.cuda.memory_allocated(device)
-    torch.cuda.reset_peak_memory_stats(device)
-    result = call()
-    _, python_peak = tracemalloc.get_traced_memory()
-    peak = held + torch.cuda.max_memory_allocated(device) - before
-    return result, python_peak, peak, held + torch.cuda.memory_allocated(device) - before
+@dataclass(slots=True)
+class DeviceMeter:
+    """Takes each part of a step on the device, from the first to the last event on its stream.
 
-
-def tensor_bytes(profiler: profile, held: int) -> tuple[int, int]:
-    """Return the largest sum of tensor bytes held at once in a profile, and the sum at its end.
-
-    Args:
-        profiler: Ended, with memory events.
-        held: Bytes held when it began.
+    What the device waits for in between, such as its host, counts.
     """
-    results = profiler.profiler.kineto_results if profiler.profiler is not None else None
-    if results is None:
-        raise RuntimeError("the profiler recorded nothing; was it stopped?")
-    events: list[Any] = sorted(
-        (event for event in results.events() if event.name() == "[memory]"),
-        key=lambda event: event.start_ns(),
-    )
-    peak = held
-    for event in events:
-        held += event.nbytes()
-        peak = max(peak, held)
-    return peak, held
+
+    timer: Timer
+    _reads: dict[tuple[int, str], list[Callable[[], float]]] = field(default_factory=dict)
+
+    def __call__(self, side: str, step: int, phase: str, call: Callable[[], Any]) -> Any:
+        """Run one part of a step; nothing waits for the device here."""
+        result, read = self.timer.call(call)
+        self._reads.setdefault((step, side), []).append(read)
+        return result
+
+    def seconds(self, side: str, step: int) -> list[float]:
+        """Return the seconds of a step's parts, once they have run."""
+        return [read() for read in self._reads.get((step, side), ())]
 
 
 def held_bytes(root: object, without: list[Tensor]) -> int:
@@ -134,8 +162,10 @@ def held_bytes(root: object, without: list[Tensor]) -> int:
     return sum(storages.values())
 
 
-def latency(execute: list[float], sample: list[float]) -> Latency:
-    """Return the quartiles of one runner's step times.
+def latency(
+    execute: list[float], sample: list[float], on_device: list[float] | None = None
+) -> Latency:
+    """Return the quartiles and percentiles of one runner's step times.
 
     On a worker without async scheduling a runner returns its output from `sample`, so that waiting
     for it is part of that.
@@ -143,6 +173,7 @@ def latency(execute: list[float], sample: list[float]) -> Latency:
     Args:
         execute: Seconds in execute, for each step.
         sample: Seconds in sample, for each step.
+        on_device: Seconds of each whole step on the device, where they were taken.
     """
     total = [first + second for first, second in zip(execute, sample, strict=True)]
     return Latency(
@@ -150,13 +181,16 @@ def latency(execute: list[float], sample: list[float]) -> Latency:
         sample_us=quartiles(sample),
         output_us=None,
         total_us=quartiles(total),
+        device_us=quartiles(on_device) if on_device else None,
     )
 
 
 def quartiles(seconds: list[float]) -> Quartiles:
-    """Return quartiles in microseconds; at least one value."""
-    q1, median, q3 = (float(value) * 1e6 for value in np.percentile(seconds, (25, 50, 75)))
-    return Quartiles(q1=q1, median=median, q3=q3, count=len(seconds))
+    """Return quartiles and percentiles in microseconds; at least one value."""
+    q1, median, q3, p90, p99 = (
+        float(value) * 1e6 for value in np.percentile(seconds, (25, 50, 75, 90, 99))
+    )
+    return Quartiles(q1=q1, median=median, q3=q3, count=len(seconds), p90=p90, p99=p99)
 
 
 _NOT_FOLLOWED = (

@@ -11,7 +11,7 @@ from mrv2_diff.compare.right import Effects, RightRows, compare_right
 from mrv2_diff.compare.steps import OF_PROMPTS, Expectations, compare_ledgers, compare_step
 from mrv2_diff.compare.tally import HIDDEN, Place, Tally
 from mrv2_diff.observation import Observation
-from mrv2_diff.record import Latency, Memory
+from mrv2_diff.record import Cost, Latency, Memory
 from mrv2_diff.referee import Ruling
 from mrv2_diff.verdict import Divergence, Verdict
 
@@ -73,6 +73,7 @@ class Outcome:
     """What the referee says of the rows on which the two disagree, where it was asked."""
     memory: dict[str, Memory] = field(default_factory=dict)
     latency: dict[str, Latency] = field(default_factory=dict)
+    costs: list[Cost] = field(default_factory=list)
 
 
 def judge(case: Case, outcome: Outcome) -> tuple[Verdict, str]:

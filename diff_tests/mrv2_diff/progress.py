@@ -7,6 +7,7 @@ from typing import Protocol, Self, TextIO
 from mrv2_diff.record import Record
 from mrv2_diff.report.figures import count_text
 from mrv2_diff.report.summary import verdict_text
+from mrv2_diff.verdict import Verdict
 
 
 class Progress(Protocol):
@@ -128,13 +129,14 @@ class CaseLines:
             f"{count_text(values)} values compared, {seconds:.1f} s"
         )
         needs = required_text(record)
-        line = f"{line}, {needs}" if needs else line
-        if record.verdict.passes:
-            return line
-        lines = [f"{line}: {record.summary}"]
-        if record.first_divergence is not None:
-            lines += record.first_divergence.around_lines(record.pair)
-        return "\n    ".join(lines)
+        lines = [f"{line}, {needs}" if needs else line]
+        if not record.verdict.passes:
+            lines[0] += f": {record.summary}"
+            if record.first_divergence is not None:
+                around = record.first_divergence.around_lines(record.pair)
+                lines += [f"    {text}" for text in around]
+        over = [cost.summary for cost in record.costs if cost.verdict is Verdict.OVER_BUDGET]
+        return "\n".join([*lines, *(f"      over budget: {summary}" for summary in over)])
 
 
 def required_text(record: Record) -> str:

@@ -22,6 +22,9 @@ class Quartiles:
     median: float
     q3: float
     count: int
+    p90: float | None = None
+    p99: float | None = None
+    """None in records of former versions."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,6 +36,26 @@ class Latency:
     output_us: Quartiles | None
     """Waiting for an output after sample; None where sample returns it."""
     total_us: Quartiles
+    device_us: Quartiles | None = None
+    """From the first to the last event of a step on the device's stream; None on a CPU."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeldBy:
+    """Part of a peak."""
+
+    op: str
+    """Operation, and the runner's function that called it."""
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PhasePeak:
+    """Largest sum of tensor bytes that one runner held at once in a phase."""
+
+    peak_bytes: int
+    held_by: tuple[HeldBy, ...]
+    """What it was made of, the largest first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,6 +68,39 @@ class Memory:
     """Largest growth of Python's heap within a step, from tracemalloc."""
     state_held_bytes: int
     """Tensors and arrays that the runner keeps between steps."""
+    phases: dict[str, PhasePeak] = field(default_factory=dict)
+    """By phase. `weights`, `profile`, `kv` and `graphs` are of the start: all that was allocated
+    since it began. `execute` and `sample` are of steps: all that was allocated in them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cost:
+    """What the candidate takes of one resource, over what the reference takes, and its budget."""
+
+    quantity: str
+    """`memory`, `host time` or `device time`."""
+    verdict: Verdict
+    """`MATCH` within the budget, `OVER_BUDGET`, or `INCONCLUSIVE`."""
+    budget: float
+    """Largest ratio that is allowed."""
+    ratio: float | None
+    """Candidate over reference, of the phase that decides; None where nothing was measured."""
+    low: float | None = None
+    high: float | None = None
+    """Bounds of the ratio's 95 % interval; the ratio itself where it is counted, not timed."""
+    samples: int
+    """Phases, or rounds of steps."""
+    phase: str
+    """The one that decides; of times, the one that adds most."""
+    op: str = ""
+    """What weighs most in it, of memory."""
+    summary: str
+    """One sentence for people."""
+
+    @property
+    def required(self) -> float | None:
+        """Return the smallest budget that would certainly be kept."""
+        return self.high
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,6 +150,9 @@ class Record:
     """By runner name."""
     latency: dict[str, Latency]
     """By runner name."""
+    costs: tuple[Cost, ...] = ()
+    """Memory and time against the case's budget. They have verdicts of their own: that of the
+    record is about values."""
     steps_by_mode: dict[str, dict[str, int]] = field(default_factory=dict)
     """Steps of the comparing passes by how they reached the device, by runner name.
 

@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 from mrv2.errors import ConfigError, UnsupportedByRunner
-from mrv2_diff import floors, instruments, interpreter, known_upstream, noise
+from mrv2_diff import floors, interpreter, known_upstream, noise
 from mrv2_diff.apart import MODE, run_apart
 from mrv2_diff.case import Add, Case, EngineSpec, Event
 from mrv2_diff.compare import right
@@ -39,6 +39,7 @@ from mrv2_diff.lockstep import device
 from mrv2_diff.lockstep.engine import LockstepEngine
 from mrv2_diff.lockstep.subjects import Subject
 from mrv2_diff.lockstep.worker import HarnessError, Pass, StepReport
+from mrv2_diff.measuring import MemoryPasses, measure_latency, sides
 from mrv2_diff.models.checkpoint import cached_model
 from mrv2_diff.record import Record
 from mrv2_diff.reduction_noise import ReductionNoise
@@ -52,10 +53,6 @@ _NAMES = {"v1": "V1"}
 """What sentences call a reference, where it is not by the name of its pair."""
 _NO_NOISE = frozenset({"date", "commit", "mrv2", "seed", "platform", "cores", "noise floor"})
 """Of an environment: what the reference's noise does not depend on."""
-_WARMUP_STEPS = 3
-"""Steps of a latency pass that do not count."""
-_MEASURED_STEPS = 40
-"""Steps of a memory pass that carry instruments, spread over the pass."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -233,6 +230,7 @@ class _Bench:
         self._environment = environment
         self._engine: LockstepEngine | None = None
         self._floor: dict[str, float] | None = None
+        self._memory: MemoryPasses | None = None
         self._stack = ExitStack()
         self._engine_facts: dict[str, str] = {}
         """What only an engine on this device knows, for the records."""
@@ -242,7 +240,7 @@ class _Bench:
     def close(self) -> None:
         """Close the engine, if there is one."""
         self._stack.close()
-        self._engine = None
+        self._engine = self._memory = None
 
     def takes(self, case: Case) -> bool:
         """Say whether vLLM takes the requests of a case."""
@@ -313,12 +311,8 @@ class _Bench:
             if outcome.crash is not None or outcome.tally.first is not None:
                 self._ask_referee(engine, outcome, disputes)
                 return outcome
-        measured = self._request.measures and not self._request.small and pair[0] == "v1"
-        for measure in (_measure_latency, _measure_memory) if measured else ():
-            measure(engine, events, candidate, outcome)
-            outcome.crash = engine.worker.crash
-            if outcome.crash is not None:
-                return outcome
+        if self._request.measures and not self._request.small and pair[0] == "v1":
+            self._measure(engine, case, candidate, outcome)
         return outcome
 
     def _known_floor(self, engine: LockstepEngine) -> dict[str, float]:
@@ -357,6 +351,19 @@ class _Bench:
         outcome.ruling = rule(
             disputes, referee.logits, referee.rounded, referee.dtype, self._floor["logits"]
         )
+
+    def _measure(
+        self, engine: LockstepEngine, case: Case, candidate: str, outcome: Outcome
+    ) -> None:
+        """Take time, then memory; both end where the candidate fails."""
+        measure_latency(engine, case, candidate, outcome)
+        outcome.crash = engine.worker.crash
+        if outcome.crash is not None:
+            return
+        if self._memory is None or self._memory.engine is not engine:
+            self._memory = MemoryPasses(engine, candidate)
+        self._memory.measure(case, outcome)
+        outcome.crash = engine.worker.crash
 
     def _compare(
         self,
@@ -435,6 +442,7 @@ class _Bench:
             noise_floor=self._floor or {},
             memory=outcome.memory,
             latency=outcome.latency,
+            costs=tuple(outcome.costs),
             steps_by_mode=outcome.steps_by_mode,
             logit_diffs=outcome.logit_diffs,
             first_divergence=outcome.tally.first,
@@ -594,70 +602,13 @@ def _count_modes(outcome: Outcome, engine: LockstepEngine, candidate: str) -> No
     subjects: dict[str, Subject] = {"reference": engine.worker.reference}
     if engine.worker.crash is None:
         subjects["candidate"] = engine.worker.candidate(candidate)
-    names = _sides(candidate)
+    names = sides(candidate)
     for side, subject in subjects.items():
         modes = subject.steps_by_mode()
         if modes or outcome.graphs != "none":
             counted = outcome.steps_by_mode.setdefault(names[side], {})
             for mode, count in modes.items():
                 counted[mode] = counted.get(mode, 0) + count
-
-
-def _measure_latency(
-    engine: LockstepEngine, events: tuple[Event, ...], candidate: str, outcome: Outcome
-) -> None:
-    seconds: dict[str, tuple[list[float], list[float]]] = {
-        "reference": ([], []),
-        "candidate": ([], []),
-    }
-
-    def listen(report: StepReport) -> None:
-        if report.number < _WARMUP_STEPS or any(
-            len(report.seconds.get(side, ())) != 2 for side in seconds
-        ):
-            return
-        for side, (execute, sample) in seconds.items():
-            execute.append(report.seconds[side][0])
-            sample.append(report.seconds[side][1])
-
-    engine.run(
-        events,
-        Pass(candidate=candidate, forced=False, observe=False, alternate=True, listener=listen),
-    )
-    if engine.worker.crash is None:
-        for side, name in _sides(candidate).items():
-            outcome.latency[name] = instruments.latency(*seconds[side])
-
-
-def _measure_memory(
-    engine: LockstepEngine, events: tuple[Event, ...], candidate: str, outcome: Outcome
-) -> None:
-    steps_a_pass = outcome.steps // max(len(outcome.modes), 1)
-    meter = instruments.MemoryMeter(
-        every=max(1, steps_a_pass // _MEASURED_STEPS), device=engine.worker.device
-    )
-    settings = Pass(
-        candidate=candidate,
-        forced=False,
-        observe=False,
-        wrap=meter,
-        listener=lambda report: None,
-    )
-    with meter:
-        engine.run(events, settings)
-    if engine.worker.crash is not None:
-        return
-    subjects = {
-        "reference": engine.worker.reference,
-        "candidate": engine.worker.candidate(candidate),
-    }
-    for side, name in _sides(candidate).items():
-        held = instruments.held_bytes(subjects[side].runner, subjects[side].kv_tensors())
-        outcome.memory[name] = meter.memory(side, held)
-
-
-def _sides(candidate: str) -> dict[str, str]:
-    return {"reference": "v1", "candidate": candidate if candidate != "v1" else "v1 again"}
 
 
 def _ignore_step(case_id: str, step: int) -> None:

@@ -227,10 +227,10 @@ def _next_decode_in_another_order() -> Iterator[None]:
 
 
 def _upload_skipped_by_shape() -> AbstractContextManager[object]:
-    def faulty(self: InputBuffers, layout: BatchLayout) -> None:
-        if self._staged is None or layout.packed.shape != self._staged.shape:
-            self._packed.stage_write(0, 0, layout.packed)
-            self._staged = layout.packed
+    def faulty(self: InputBuffers, packed: Int32) -> None:
+        if self._staged is None or packed.shape != self._staged.shape:
+            self._packed.stage_write(0, 0, packed)
+            self._staged = packed
 
     return patch.object(InputBuffers, "stage", faulty)
 

@@ -61,9 +61,12 @@ class StepReport:
     """
 
 
-Wrap = Callable[[str, int, Callable[[], Any]], Any]
-"""`wrap(side, step, call)` runs one runner's part of a step; a pass that measures memory puts its
-instruments around it."""
+Wrap = Callable[[str, int, str, Callable[[], Any]], Any]
+"""`wrap(side, step, phase, call)` runs one runner's part of a step, `execute` or `sample`; a pass
+that measures puts its instruments around it."""
+
+WrapStart = Callable[[str, Callable[[], Any]], Any]
+"""`wrap(phase, call)` runs one phase of a runner's start."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -156,6 +159,31 @@ class LockstepWorker(_Worker):
             self._candidates[name] = self._build(name)
         return self._candidates[name]
 
+    def start_another(self, name: str, wrap: WrapStart) -> None:
+        """Start one more runner by its name, phase by phase, and let go of it.
+
+        It loads weights of its own, as a runner does that is alone, and profiles as vLLM asks it
+        to on a GPU, whichever device this is.
+
+        Args:
+            name: As in a pair.
+            wrap: Runs `weights`, `profile`, `kv` and, with CUDA graphs, `graphs`.
+        """
+        config = self.candidate_config()
+
+        def load_alone() -> Subject:
+            subject: Subject = SUBJECTS[name](config, self.device)
+            subject.runner.load_model()
+            return subject
+
+        with set_current_vllm_config(config):
+            subject = wrap("weights", load_alone)
+            subject.runner.get_kv_cache_spec()
+            wrap("profile", subject.runner.profile_run)
+            wrap("kv", lambda: initialize(subject, self.kv_cache_config()))
+            if not config.model_config.enforce_eager:
+                wrap("graphs", subject.runner.capture_model)
+
     def candidate_config(self) -> VllmConfig:
         """Return a copy of the engine's config in which no layer is registered."""
         config = copy.deepcopy(self._pristine)
@@ -189,7 +217,7 @@ class LockstepWorker(_Worker):
         if settings.alternate and self._number % 2:
             self._contained(lambda: self._run_candidate(None, None))
         output: ModelRunnerOutput | None = self._timed(
-            "reference", lambda: self._reference.execute(scheduler_output)
+            "reference", "execute", lambda: self._reference.execute(scheduler_output)
         )
         if output is not None:
             self._finish_empty()
@@ -202,7 +230,7 @@ class LockstepWorker(_Worker):
         if settings is None or report is None:
             return self._reference.sample(None, grammar_output)
         output: ModelRunnerOutput = self._timed(
-            "reference", lambda: self._reference.sample(None, grammar_output)
+            "reference", "sample", lambda: self._reference.sample(None, grammar_output)
         )
         if settings.observe:
             report.driver = report.reference = self._observed(self._reference)
@@ -306,10 +334,10 @@ class LockstepWorker(_Worker):
         state = device.random_state(self.device)
         parts = []
         for step in self._steps:
-            output = self._timed("candidate", partial(candidate.execute, step))
+            output = self._timed("candidate", "execute", partial(candidate.execute, step))
             if output is not None:
                 continue
-            self._timed("candidate", lambda: candidate.sample(forced, grammar))
+            self._timed("candidate", "sample", lambda: candidate.sample(forced, grammar))
             if settings.observe:
                 parts.append(self._observed(candidate))
         self._steps = []
@@ -340,11 +368,13 @@ class LockstepWorker(_Worker):
         except Exception as error:
             raise HarnessError(f"step {report.number} could not be compared: {error}") from error
 
-    def _timed(self, side: str, call: Callable[[], Any]) -> Any:
+    def _timed(self, side: str, phase: str, call: Callable[[], Any]) -> Any:
         settings, report = self._pass, self._report
         assert settings is not None
         assert report is not None
         started = time.perf_counter()
-        result = call() if settings.wrap is None else settings.wrap(side, report.number, call)
+        result = (
+            call() if settings.wrap is None else settings.wrap(side, report.number, phase, call)
+        )
         report.seconds.setdefault(side, []).append(time.perf_counter() - started)
         return result

@@ -2,6 +2,6 @@
 
 from mrv2_diff.report.pairs import pairs_table
 from mrv2_diff.report.render import render, render_committed
-from mrv2_diff.report.summary import parity_line
+from mrv2_diff.report.summary import budgets_line, parity_line
 
-__all__ = ["pairs_table", "parity_line", "render", "render_committed"]
+__all__ = ["budgets_line", "pairs_table", "parity_line", "render", "render_committed"]

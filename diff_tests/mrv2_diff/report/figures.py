@@ -9,8 +9,16 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from mrv2_diff.record import Latency, Memory, Record
+from mrv2_diff.verdict import Verdict
 
 MISSING = "–"  # noqa: RUF001  an en dash is what people expect in an empty cell
+
+BUDGET_WORDS = {
+    Verdict.MATCH: "within",
+    Verdict.OVER_BUDGET: "over",
+    Verdict.INCONCLUSIVE: "open",
+}
+"""Of a budget. It is open where the interval holds it, or where too little was measured."""
 
 Figure = TypeVar("Figure")
 
@@ -25,23 +33,33 @@ class Headline:
     logit_diff: float | None
     logit_floor: float | None
     memory_ratio: float | None
-    """Candidate's step peak over the reference's, tensors and Python heap together."""
+    """Candidate's peak over the reference's, of the phase that its budget is judged by; in records
+    without one, of a step, tensors and Python heap together."""
     latency_ratio: float | None
-    """Candidate's median step over the reference's."""
+    """Candidate's step over the reference's, on the host."""
+    memory: Verdict | None
+    """On the budget; None where the record has none."""
+    latency: Verdict | None
 
 
 def headline(record: Record) -> Headline:
     """Return the headline figures of `record`."""
     tokens = record.agreements.get("tokens")
     logits = record.agreements.get("logits")
+    costs = {cost.quantity: cost for cost in record.costs}
+    memory, latency = costs.get("memory"), costs.get("host time")
     return Headline(
         tokens_compared=tokens.compared if tokens else 0,
         tokens_differing=tokens.differing if tokens else 0,
         values_compared=sum(agreement.compared for agreement in record.agreements.values()),
         logit_diff=logits.required_tolerance if logits else None,
         logit_floor=record.noise_floor.get("logits"),
-        memory_ratio=_memory_ratio(*sides(record.memory, record.pair)),
-        latency_ratio=_latency_ratio(*sides(record.latency, record.pair)),
+        memory_ratio=memory.ratio if memory else _memory_ratio(*sides(record.memory, record.pair)),
+        latency_ratio=(
+            latency.ratio if latency else _latency_ratio(*sides(record.latency, record.pair))
+        ),
+        memory=memory.verdict if memory else None,
+        latency=latency.verdict if latency else None,
     )
 
 
@@ -99,6 +117,11 @@ def number_text(value: float | None) -> str:
 def ratio_text(value: float | None) -> str:
     """Return a ratio with its sign: `0.62x` with a multiplication sign."""
     return MISSING if value is None else f"{value:.2f}\N{MULTIPLICATION SIGN}"
+
+
+def budget_text(verdict: Verdict | None) -> str:
+    """Return how a budget was kept: `within`, `over`, `open`, or nothing where there is none."""
+    return "" if verdict is None else BUDGET_WORDS[verdict]
 
 
 def bytes_text(value: int) -> str:

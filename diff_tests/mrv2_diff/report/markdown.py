@@ -8,6 +8,7 @@ from mrv2_diff.record import Record
 from mrv2_diff.report.environments import environments
 from mrv2_diff.report.figures import (
     MISSING,
+    budget_text,
     count_text,
     headline,
     number_text,
@@ -24,7 +25,10 @@ _ALIGNMENT = "|---|---|---|--:|--:|--:|--:|--:|--:|"
 LEGEND = (
     "Logit difference: the largest, in spacings of float32 at the row's largest logit. Floor: the "
     "reference against itself, in the same unit. "
-    "Memory and latency: candidate over reference, peak of a step and median step."
+    "Memory and latency: candidate over reference, the peak of the phase that decides and a "
+    "step's time on the host. Within, over: the case's budget (memory 1.02, latency 1.05 by "
+    "default). Open: the interval of the ratio holds the budget. Neither is part of the verdict. "
+    "In records without these words: the peak of a step, and the median step."
 )
 
 _SPECIAL = re.compile(r"([\\`*|\[\]~#]|(?<![^\W_])_|_(?![^\W_]))")
@@ -55,6 +59,13 @@ def section(records: Sequence[Record], title: str, absent: Sequence[Record] = ()
     if differing:
         lines += ["", "What differs:", ""]
         lines += [f"- {escape(record.id)}: {escape(record.summary)}" for record in differing]
+    over = [
+        f"- {escape(record.id)}: {escape(cost.summary)}"
+        for record in records
+        for cost in record.costs
+        if cost.verdict is Verdict.OVER_BUDGET
+    ]
+    lines += ["", "Over budget:", "", *over] if over else []
     lines += ["", "Measured on:", ""]
     for environment in environments(records):
         facts = ", ".join(f"{name} {value}" for name, value in environment.facts.items())
@@ -88,8 +99,8 @@ def _row(record: Record) -> str:
         count_text(figures.tokens_differing) if figures.tokens_compared else MISSING,
         number_text(figures.logit_diff),
         number_text(figures.logit_floor),
-        ratio_text(figures.memory_ratio),
-        ratio_text(figures.latency_ratio),
+        f"{ratio_text(figures.memory_ratio)} {budget_text(figures.memory)}".rstrip(),
+        f"{ratio_text(figures.latency_ratio)} {budget_text(figures.latency)}".rstrip(),
     )
     return "| " + " | ".join(cells) + " |"
 

@@ -6,11 +6,11 @@ from pathlib import Path
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from mrv2_diff.record import Agreement, Memory, Record
+from mrv2_diff.record import Agreement, Cost, Memory, Record
 from mrv2_diff.report import figures, plots
 from mrv2_diff.report.environments import environments, pairs_text
 from mrv2_diff.report.pairs import PairsTable, pairs_table
-from mrv2_diff.report.summary import counts, verdict_text
+from mrv2_diff.report.summary import budgets_line, counts, verdict_text
 from mrv2_diff.verdict import Verdict
 
 _TONES = {
@@ -71,6 +71,32 @@ class MemoryView:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CostView:
+    """One resource against its budget, as text."""
+
+    quantity: str
+    word: str
+    tone: str
+    ratio: str
+    interval: str
+    budget: str
+    required: str
+    samples: int
+    says: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PhaseView:
+    """Both runners' peaks in one phase, and what the candidate's is made of."""
+
+    name: str
+    reference: str
+    candidate: str
+    ratio: str
+    ops: list[str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CaseView:
     """Everything the page shows of one record."""
 
@@ -80,6 +106,8 @@ class CaseView:
     head: figures.Headline
     agreements: list[AgreementView]
     memory: list[MemoryView]
+    phases: list[PhaseView]
+    costs: list[CostView]
     bars: list[plots.Bar]
     steps: plots.StepPlot | None
     steps_compared: int
@@ -104,6 +132,7 @@ def page(records: Sequence[Record]) -> str:
         tokens=sum(head.tokens_compared for head in heads),
         request_steps=sum(record.request_steps for record in records),
         environments=environments(records),
+        budgets=budgets_line(records),
         key_facts=_key_facts(records),
     )  # fmt: skip
 
@@ -120,6 +149,8 @@ def _templates() -> Environment:
         "count": figures.count_text,
         "number": figures.number_text,
         "ratio": figures.ratio_text,
+        "budget": figures.budget_text,
+        "time": lambda value: figures.MISSING if value is None else figures.time_text(value),
     }
     return templates
 
@@ -151,6 +182,8 @@ def _case(place: int, record: Record) -> CaseView:
             for name, agreement in record.agreements.items()
         ],
         memory=_memory(*figures.sides(record.memory, record.pair)),
+        phases=_phases(*figures.sides(record.memory, record.pair)),
+        costs=[_cost(cost) for cost in record.costs],
         bars=plots.latency_bars(*latency, record.pair),
         steps=plots.step_plot(record.logit_diffs, floor.get("logits")),
         steps_compared=len(record.logit_diffs),
@@ -183,6 +216,39 @@ def _pair_rows(
         (case_id, [views.get(id(kept)) if kept else None for kept in records])
         for case_id, records in table.rows
     ]
+
+
+def _phases(reference: Memory | None, candidate: Memory | None) -> list[PhaseView]:
+    if reference is None or candidate is None:
+        return []
+    return [
+        PhaseView(
+            name=name,
+            reference=figures.bytes_text(reference.phases[name].peak_bytes),
+            candidate=figures.bytes_text(peak.peak_bytes),
+            ratio=figures.ratio_text(
+                figures.ratio(peak.peak_bytes, reference.phases[name].peak_bytes)
+            ),
+            ops=[f"{figures.bytes_text(held.bytes)} {held.op}" for held in peak.held_by],
+        )
+        for name, peak in candidate.phases.items()
+        if name in reference.phases
+    ]
+
+
+def _cost(cost: Cost) -> CostView:
+    known = cost.low is not None and cost.high is not None and cost.low != cost.high
+    return CostView(
+        quantity=cost.quantity,
+        word=figures.budget_text(cost.verdict),
+        tone=_TONES.get(cost.verdict, "bad"),
+        ratio=figures.ratio_text(cost.ratio),
+        interval=f"{cost.low:.3f} to {cost.high:.3f}" if known else figures.MISSING,
+        budget=figures.ratio_text(cost.budget),
+        required=figures.MISSING if cost.required is None else f"{cost.required:.3f}",
+        samples=cost.samples,
+        says=cost.summary,
+    )
 
 
 def _by_area(cases: Sequence["CaseView"]) -> list[tuple[str, list["CaseView"]]]:

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 
 from mrv2_diff.record import Record
-from mrv2_diff.report.figures import headline
+from mrv2_diff.report.figures import BUDGET_WORDS, budget_text, headline
 from mrv2_diff.verdict import Verdict
 
 
@@ -38,6 +38,25 @@ def parity_line(records: Sequence[Record]) -> str:
     return f"parity: {cases_text(len(records))}, {counts_text(records)}"
 
 
+def budgets_line(records: Sequence[Record]) -> str | None:
+    """Return how the budgets of memory and time were kept; None where nothing was measured.
+
+    `budgets: memory 40 within, 2 over; host time 9 within, 3 over, 30 open`
+    """
+    by_quantity: dict[str, Counter[str]] = {}
+    for record in records:
+        for cost in record.costs:
+            by_quantity.setdefault(cost.quantity, Counter())[budget_text(cost.verdict)] += 1
+    if not by_quantity:
+        return None
+    told = [
+        f"{quantity} " + ", ".join(f"{found[word]} {word}" for word in BUDGET_WORDS.values()
+                                   if found[word] or word == "within")
+        for quantity, found in by_quantity.items()
+    ]  # fmt: skip
+    return f"budgets: {'; '.join(told)}"
+
+
 def summary_json(records: Sequence[Record]) -> bytes:
     """Return `summary.json`. Figures that are not finite are written as null."""
     summary = {
@@ -61,4 +80,5 @@ def _case(record: Record) -> dict[str, Any]:
             "request_steps": record.request_steps,
             **msgspec.to_builtins(headline(record)),
         },
+        "costs": msgspec.to_builtins(record.costs),
     }

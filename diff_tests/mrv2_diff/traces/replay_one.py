@@ -112,7 +112,11 @@ def _play(job: Job, answers: IO[bytes]) -> None:
     }
     try:
         without = {name: value for name, value in arguments.items() if name != "use_tqdm_on_load"}
-        config = EngineArgs(**without).create_engine_config()
+        try:
+            config = EngineArgs(**without).create_engine_config()
+        except (ValueError, TypeError) as error:  # pydantic's are ValueErrors
+            _write(answers, Refused([f"vLLM does not take the recorded configuration: {error}"]))
+            return
         found = differences(trace.head.engine, engine_facts(config))
         if found:
             _write(answers, Refused([f"the engine's configuration differs: {it}" for it in found]))

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from mrv2_diff.observation import Observation, ObservedLogprobs
-from mrv2_diff.record import Agreement, Latency, Memory, Quartiles, Record
+from mrv2_diff.record import Agreement, Cost, Latency, Memory, Quartiles, Record
 from mrv2_diff.verdict import Verdict
 
 MakeRecord = Callable[..., Record]
@@ -38,6 +38,26 @@ def _memory(scale: int) -> Memory:
         step_peak_python_bytes=38_000 * scale,
         state_held_bytes=9_400_000,
     )
+
+
+def _cost(quantity: str, verdict: Verdict, ratio: float, **others: Any) -> Cost:
+    given: dict[str, Any] = {
+        "budget": 1.05, "low": ratio - 0.02, "high": ratio + 0.02, "samples": 12,
+        "phase": "sample", "summary": f"{quantity}: {ratio:.3f} times V1's",
+    }  # fmt: skip
+    return Cost(quantity=quantity, verdict=verdict, ratio=ratio, **(given | others))
+
+
+def _costs(memory: Verdict = Verdict.MATCH, time: Verdict = Verdict.MATCH) -> tuple[Cost, ...]:
+    return _cost("memory", memory, 1.25, op="aten::zeros"), _cost("host time", time, 0.85)
+
+
+MakeCosts = Callable[..., tuple[Cost, ...]]
+
+
+@pytest.fixture
+def make_costs() -> MakeCosts:
+    return _costs
 
 
 def _agreement(compared: int, worst: float, policy: str) -> Agreement:

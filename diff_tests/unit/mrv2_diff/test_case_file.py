@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from mrv2_diff import case_file
-from mrv2_diff.case import Add, Case, EngineSpec
+from mrv2_diff.case import Add, Budget, Case, EngineSpec
 from mrv2_diff.case_file import CaseFile, Found
 from mrv2_diff.catalog import CASES
 from mrv2_diff.models.spec import ModelSpec
@@ -30,6 +30,12 @@ def test_a_case_is_read_back(tmp_path: Path, case_id: str) -> None:
     same = replace(read.case, workload=case.workload, file=None, expects=case.expects)
     assert replace(same, remark=case.remark) == case
     assert (read.pair, read.found, read.case.file) == (("v1", "mrv2"), found, "case.json")
+
+
+def test_a_budget_is_read_back(tmp_path: Path) -> None:
+    case = replace(LOCKSTEP["lifecycle.greedy"], budget=Budget(memory=1.5, latency=0.9))
+    case_file.write(CaseFile(case=case, pair=("v1", "mrv2")), tmp_path / "case.json")
+    assert case_file.read(tmp_path / "case.json").case.budget == case.budget
 
 
 def test_a_case_that_runs_apart_has_no_file(tmp_path: Path) -> None:
@@ -68,6 +74,8 @@ Damage = Callable[[dict[str, Any]], object]
         (lambda raw: raw["case"].update(id=3), "id is 3"),
         (lambda raw: raw["case"].update(fault=3), "fault 3"),
         (lambda raw: raw["case"].update(more=1), "unknown: more"),
+        (lambda raw: raw["case"].update(budget={"memory": 0}), "a budget is not above 0"),
+        (lambda raw: raw["case"].update(budget={"time": 1}), "budget has what it cannot have"),
         (lambda raw: raw["case"].update(engine={"model": {"layers": -1}}), "layers is -1"),
         (lambda raw: raw["case"].update(engine={"model": {}, "blocks": 3}), "blocks"),
         (lambda raw: raw["case"].update(events=[]), "no request is added"),

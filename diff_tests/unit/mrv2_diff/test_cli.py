@@ -41,7 +41,7 @@ from mrv2_diff.harness import (
 )
 from mrv2_diff.models import ModelSpec, make_model
 from mrv2_diff.progress import BarProgress, CaseLines, LineProgress
-from mrv2_diff.record import Agreement, Record
+from mrv2_diff.record import Agreement, Cost, Record
 from mrv2_diff.schedules import actions as act
 from mrv2_diff.schedules.result import Failure, InvarianceResult, Row, SoakResult, summary
 from mrv2_diff.shrinking.request import Result, ShrinkRequest
@@ -51,6 +51,7 @@ from mrv2_diff.small import small_form
 from mrv2_diff.verdict import Divergence, Neighbour, Verdict
 
 MakeRecord = Callable[..., Record]
+MakeCosts = Callable[..., tuple[Cost, ...]]
 Capture = pytest.CaptureFixture[str]
 
 
@@ -100,6 +101,7 @@ class FakeHarness:
 
     make_record: MakeRecord
     verdicts: dict[str, Verdict] = field(default_factory=dict)
+    costs: dict[str, tuple[Cost, ...]] = field(default_factory=dict)
     fails_at: dict[str, BaseException] = field(default_factory=dict)
     padding: int = 0
     ran: list[str] = field(default_factory=list)
@@ -138,6 +140,7 @@ class FakeHarness:
                 verdict=self.verdicts.get(case.id, Verdict.MATCH),
                 summary="what happened" + "." * self.padding,
                 environment={**self.environment, **form},
+                costs=self.costs.get(case.id, ()),
             )
 
     def soak(self, request: Soak, on_progress: OnProgress) -> SoakResult:
@@ -266,6 +269,23 @@ def test_the_exit_code_is_0_only_where_nothing_failed(
     passes = verdict in (*agreed, *shown)
     assert fake("run", "--out", tmp_path) == (0 if passes else 1)
     assert ("what happened" in capsys.readouterr().out) == (not passes)
+
+
+@pytest.mark.parametrize("memory", [Verdict.MATCH, Verdict.OVER_BUDGET, Verdict.INCONCLUSIVE])
+def test_budgets_fail_a_run_only_where_that_is_asked_for(
+    fake: FakeHarness, tmp_path: Path, make_costs: MakeCosts, memory: Verdict, capsys: Capture
+) -> None:
+    is_over = memory is Verdict.OVER_BUDGET
+    fake.costs["seeded"] = make_costs(memory)
+    assert fake("run", "--out", tmp_path) == 0
+    told = capsys.readouterr().out.splitlines()
+    words = {Verdict.MATCH: "1 within", Verdict.OVER_BUDGET: "0 within, 1 over",
+             Verdict.INCONCLUSIVE: "0 within, 1 open"}  # fmt: skip
+    assert told[-2:] == [
+        f"budgets: memory {words[memory]}; host time 1 within", "parity: 3 cases, 3 match"
+    ]  # fmt: skip
+    assert ("      over budget: memory: 1.250 times V1's" in told) == is_over
+    assert fake("run", "--out", tmp_path, "--budgets") == int(is_over)
 
 
 @pytest.mark.parametrize(

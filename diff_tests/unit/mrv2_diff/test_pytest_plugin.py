@@ -193,25 +193,30 @@ def test_the_cases_are_not_run_when_collected_only(project: pytest.Pytester) -> 
     assert "RAN" not in result.stdout.str()
 
 
-def test_cases_of_an_engine_are_a_group_of_xdist(project: pytest.Pytester) -> None:
-    """With the marker of pytest-xdist, which need not be installed."""
-    stand_in = """
-import pytest
-class Xdist:
-    @pytest.hookimpl(tryfirst=True)
-    def pytest_collection_modifyitems(self, items):
-        for item in items:
-            print("GROUP", item.name, item.get_closest_marker("xdist_group").kwargs["name"])
-def pytest_sessionstart(session):  # later than ours, as xdist does it in a worker
-    session.config.pluginmanager.register(Xdist(), "xdist")
-"""
-    project.makeconftest(CONFTEST + stand_in)
-    project.makeini("[pytest]\nmarkers = xdist_group(name): as in pytest-xdist\n")
-    result = _run(project, "--mrv2-pair", "v1,mrv2", "--collect-only", "-s", "--strict-markers")
-    result.stdout.fnmatch_lines(
-        ["GROUP sampling.good engine-0", "GROUP sampling.wrong engine-0",
-         "GROUP rows.good engine-1", "GROUP rows.crashed engine-1"]
-    )  # fmt: skip
+def test_xdist_runs_the_cases_of_an_engine_in_one_worker(
+    project: pytest.Pytester, tmp_path: Path
+) -> None:
+    """With pytest-xdist itself, which tells what ran where by the worker's name in a file."""
+    told = CONFTEST.replace(
+        'print("\\nRAN " + " ".join(self.ran))',
+        'open(f"ran-{os.environ[\'PYTEST_XDIST_WORKER\']}", "w").write(" ".join(self.ran))',
+    )
+    assert told != CONFTEST
+    project.makeconftest("import os\n" + told)
+    environment = _installed_by_entry_point(tmp_path)
+    arguments = ("--mrv2-pair", "v1,mrv2", "-n", "2", "--dist", "loadgroup", "--strict-markers",
+                 "-k", "not thinking", "--junitxml", "junit.xml")  # fmt: skip
+    out = _pytest(project.path, environment, *arguments, code=1)
+    assert "2 failed, 2 passed, 1 skipped" in out
+    assert "WRONG_VALUE: it is wrong" in out
+    ran = sorted(file.read_text() for file in project.path.glob("ran-gw*"))
+    assert ran == ["rows.good rows.crashed", "sampling.good sampling.wrong sampling.refused"]
+    cases = ElementTree.parse(project.path / "junit.xml").iter("testcase")
+    assert {case.get("name"): [part.tag for part in case if part.tag != "properties"]
+            for case in cases} == {
+        "rows.good": [], "rows.crashed": ["failure"], "sampling.good": [],
+        "sampling.wrong": ["failure"], "sampling.refused": ["skipped"],
+    }  # fmt: skip
 
 
 def _installed_by_entry_point(folder: Path) -> dict[str, str]:
@@ -227,12 +232,12 @@ def _installed_by_entry_point(folder: Path) -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": os.pathsep.join([str(folder), str(ROOT / "diff_tests")])}
 
 
-def _pytest(folder: Path, environment: dict[str, str], *arguments: str) -> str:
+def _pytest(folder: Path, environment: dict[str, str], *arguments: str, code: int = 0) -> str:
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *arguments]
     result = subprocess.run(
         command, cwd=folder, env=environment, capture_output=True, text=True, check=False
     )
-    assert result.returncode == 0, result.stdout + result.stderr
+    assert result.returncode == code, result.stdout + result.stderr
     return result.stdout
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from mrv2_diff import record as records_file
-from mrv2_diff.record import Record
+from mrv2_diff.record import Cost, HeldBy, PhasePeak, Quartiles, Record
 from mrv2_diff.report import figures, pairs_table, parity_line, plots, render, render_committed
 from mrv2_diff.report.figures import MISSING
 from mrv2_diff.report.markdown import escape
@@ -18,6 +18,7 @@ from mrv2_diff.report.page import page
 from mrv2_diff.verdict import Divergence, Neighbour, Verdict
 
 MakeRecord = Callable[..., Record]
+MakeCosts = Callable[..., tuple[Cost, ...]]
 
 HOSTILE = "<script>alert(1)</script>|\"'`[x](y)&amp;"
 TIMES = "\N{MULTIPLICATION SIGN}"
@@ -62,6 +63,7 @@ def _structure(html: str) -> Structure:
 def _hostile(make_record: MakeRecord) -> Record:
     text = HOSTILE
     plain = make_record()
+    peak = PhasePeak(peak_bytes=9, held_by=(HeldBy(op=text, bytes=9),))
     return make_record(
         id=text,
         area=text,
@@ -87,7 +89,22 @@ def _hostile(make_record: MakeRecord) -> Record:
         command=text,
         environment={text: text, "vllm": text},
         latency={text: plain.latency["v1"], "mrv2": plain.latency["mrv2"]},
-        memory={text: plain.memory["v1"], "mrv2": plain.memory["mrv2"]},
+        memory={
+            text: dataclasses.replace(plain.memory["v1"], phases={text: peak}),
+            "mrv2": dataclasses.replace(plain.memory["mrv2"], phases={text: peak}),
+        },
+        costs=(
+            Cost(
+                quantity=text,
+                verdict=Verdict.OVER_BUDGET,
+                budget=1.0,
+                ratio=2.0,
+                samples=1,
+                phase=text,
+                op=text,
+                summary=text,
+            ),
+        ),
     )
 
 
@@ -106,7 +123,7 @@ def test_the_summary_has_counts_and_figures(tmp_path: Path, make_record: MakeRec
     assert summary["counts"] == {"MATCH": 1, "CRASHED": 1}
     assert summary["passes"] is False
     case = summary["cases"][0]
-    assert {"id", "area", "feature", "pair", "verdict", "summary", "figures"} == set(case)
+    assert {"id", "area", "feature", "pair", "verdict", "summary", "figures", "costs"} == set(case)
     assert case["figures"]["tokens_compared"] == 384
     assert case["figures"]["latency_ratio"] == pytest.approx(1210 / 1850)
     assert case["figures"]["memory_ratio"] == pytest.approx(0.5)
@@ -230,6 +247,37 @@ def test_a_case_without_figures_is_told_with_dashes(make_record: MakeRecord) -> 
     assert "Logits were not compared." in text
     assert figures.headline(bare).memory_ratio is None
     assert figures.ratio_text(None) == figures.number_text(None) == figures.MISSING
+
+
+def test_budgets_are_told_with_their_intervals(
+    tmp_path: Path, make_record: MakeRecord, make_costs: MakeCosts
+) -> None:
+    costs = make_costs(Verdict.OVER_BUDGET, Verdict.INCONCLUSIVE)
+    plain = make_record(costs=costs)
+    peak = PhasePeak(peak_bytes=3072, held_by=(HeldBy(op="aten::zeros in f", bytes=2048),))
+    memory = {name: dataclasses.replace(item, phases={"sample": peak})
+              for name, item in plain.memory.items()}  # fmt: skip
+    times = Quartiles(q1=1.0, median=2.0, q3=3.0, count=4, p90=5.0, p99=6.0)
+    latency = {name: dataclasses.replace(item, total_us=times, device_us=times)
+               for name, item in plain.latency.items()}  # fmt: skip
+    whole = dataclasses.replace(plain, memory=memory, latency=latency)
+    render([whole, make_record(id="b")], tmp_path)
+    text = _structure((tmp_path / "index.html").read_text()).text
+    for told in (figures.time_text(5.0), figures.time_text(6.0),
+                 "0.830 to 0.870", "2.0 KiB aten::zeros in f", "open", "over",
+                 "budgets: memory 0 within, 1 over; host time 0 within, 1 open"):  # fmt: skip
+        assert told in text
+    parity = (tmp_path / "PARITY.md").read_text()
+    sign = figures.ratio_text(1.25)[-1]
+    assert f"| 1.25{sign} over | 0.85{sign} open |" in parity
+    assert f"| 0.50{sign} | 0.65{sign} |" in parity  # without budgets: as in former records
+    assert "Over budget:\n\n- sampling-greedy: memory: 1.250 times V1's\n" in parity
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert [cost["verdict"] for cost in summary["cases"][0]["costs"]] == [
+        "OVER_BUDGET", "INCONCLUSIVE"
+    ]  # fmt: skip
+    assert summary["cases"][0]["figures"]["memory_ratio"] == 1.25
+    assert summary["passes"] is True  # budgets have verdicts of their own
 
 
 def test_nothing_at_all_is_said_to_be_nothing(tmp_path: Path) -> None:

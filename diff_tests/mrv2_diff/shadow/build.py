@@ -1,0 +1,100 @@
+"""The shadow's runner: mrv2's worker, built as vLLM's executor builds one."""
+
+from typing import Any
+
+from vllm.config import CUDAGraphMode, VllmConfig, set_current_vllm_config
+from vllm.utils.network_utils import get_file_store_init_method
+from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.worker.worker_base import WorkerWrapperBase
+
+from mrv2_compat.platforms import WORKERS
+from mrv2_compat.vllm_v1.graphs import minimal_kv_cache
+from mrv2_compat.vllm_v1.runner import VllmRunner
+from mrv2_diff.shadow.follower import DrawTrace, Follower
+from mrv2_diff.shadow.messages import Ready, Start
+from mrv2_diff.shadow.slices import Room
+from mrv2_diff.shadow.weights import adopt
+
+_SETTLED = ("kv_cache_layout", "hash_block_size", "cache_hit_alignment_tokens")
+"""What the engine settles for a KV cache, whatever its size."""
+
+
+def build(start: Start) -> tuple[Follower, Ready]:
+    """Load the model, adopt V1's weights, and allocate a KV cache.
+
+    Raises:
+        UnsupportedByRunner: mrv2 does not serve the model's KV cache or attention backend.
+    """
+    config: VllmConfig = start.vllm_config
+    _adapt(config, start)
+    with set_current_vllm_config(config):
+        wrapper = WorkerWrapperBase(rpc_rank=0)
+        wrapper.init_worker(
+            all_kwargs=[
+                {
+                    "vllm_config": config,
+                    "local_rank": start.local_rank,
+                    "rank": 0,
+                    "distributed_init_method": get_file_store_init_method(),
+                    "is_driver_worker": True,
+                }
+            ]
+        )
+        wrapper.init_device()
+        worker: Any = wrapper.worker
+        trace = DrawTrace()
+        runner = VllmRunner(worker.vllm_config, worker.device, trace)
+        worker.model_runner = runner
+        wrapper.load_model()
+        num_shared, num_own = adopt(runner.get_model(), start.weights)
+        if worker.device.type == "cpu":
+            runner.warming_up_model()
+        cache = _kv_cache(config, runner, start)
+        for name in _SETTLED:
+            setattr(cache, name, getattr(start.kv_cache_config, name))
+        worker.initialize_from_config(cache)
+        worker.compile_or_warm_up_model()
+    room = _room(config, cache)
+    follower = Follower(
+        runner,
+        trace,
+        room,
+        config.scheduler_config.max_num_batched_tokens,
+        config.model_config.dtype,
+        returns_raw=config.model_config.logprobs_mode == "raw_logprobs",
+    )
+    return follower, Ready(room=room, num_shared=num_shared, num_own=num_own)
+
+
+def _adapt(config: VllmConfig, start: Start) -> None:
+    """Make a config that V1 has no part in any more the shadow's."""
+    config.parallel_config.worker_cls = WORKERS[start.platform]
+    config.scheduler_config.async_scheduling = False
+    config.cache_config.gpu_memory_utilization = 1e-4  # vLLM refuses a device that it cannot have
+    config.cache_config.kv_cache_memory_bytes = start.kv_bytes
+    config.cache_config.num_gpu_blocks = start.num_blocks
+    config.cache_config.num_gpu_blocks_override = start.num_blocks
+    # Graphs take memory outside the budget, and the shadow need not be fast.
+    config.compilation_config.cudagraph_mode = CUDAGraphMode.NONE
+
+
+def _kv_cache(config: VllmConfig, runner: VllmRunner, start: Start) -> KVCacheConfig:
+    """Return the layout of a KV cache with V1's groups and the shadow's number of blocks."""
+    specs = runner.get_kv_cache_spec()  # asked for its refusals, too
+    try:
+        from vllm.v1.core.kv_cache_utils import get_kv_cache_config_from_groups
+    except ImportError:  # where vLLM has a builder in its place
+        return minimal_kv_cache(config, specs, start.num_blocks)
+    cache: KVCacheConfig = get_kv_cache_config_from_groups(
+        config, start.kv_cache_config.kv_cache_groups, start.kv_bytes
+    )
+    return cache
+
+
+def _room(config: VllmConfig, cache: KVCacheConfig) -> Room:
+    return Room(
+        num_blocks=cache.num_blocks - 1,  # block 0 is vLLM's null block
+        block_sizes=tuple(group.kv_cache_spec.block_size for group in cache.kv_cache_groups),
+        max_num_reqs=config.scheduler_config.max_num_seqs,
+        max_model_len=config.model_config.max_model_len,
+    )
