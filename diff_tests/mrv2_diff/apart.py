@@ -7,13 +7,14 @@ right because it does without what goes wrong.
 """
 
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from mrv2_diff.case import Add, Apart, Case, Variant
 from mrv2_diff.drivers.one_engine import OURS, Job, Outcome, run_job
 from mrv2_diff.record import Agreement
+from mrv2_diff.referee import Referee, TokenRuling, rule_tokens
 from mrv2_diff.verdict import Divergence, Verdict
 
 MODE = "apart"
@@ -42,7 +43,13 @@ class Findings:
     error: str | None = None
 
 
-def run_apart(case: Case, model: Path, device: str = "cpu", graphs: str = "none") -> Findings:
+def run_apart(
+    case: Case,
+    model: Path,
+    device: str = "cpu",
+    graphs: str = "none",
+    referee: Referee | None = None,
+) -> Findings:
     """Run a case's three engines, two at a time, and judge what they did.
 
     Args:
@@ -50,6 +57,7 @@ def run_apart(case: Case, model: Path, device: str = "cpu", graphs: str = "none"
         model: Folder of the checkpoint.
         device: `cpu` or `cuda`.
         graphs: How steps may reach the device; with any, ours must have replayed decodes.
+        referee: Says whose tokens are right where V1's and the candidate's part; None is not asked.
     """
     apart = case.apart
     assert apart is not None
@@ -64,7 +72,45 @@ def run_apart(case: Case, model: Path, device: str = "cpu", graphs: str = "none"
             summary=f"no decode was replayed from a graph; steps: {ours.steps_by_mode}",
             tokens=_NOTHING,
         )
-    return judge_apart(case, *found)
+    findings = judge_apart(case, *found)
+    theirs = found[0].outcome
+    if referee is None or theirs is None or ours is None:
+        return findings
+    ruling = rule_tokens(parted(case, theirs, ours), referee.logits, referee.rounded)
+    return with_ruling(findings, ruling, referee.dtype)
+
+
+def parted(
+    case: Case, reference: Outcome, candidate: Outcome
+) -> list[tuple[tuple[int, ...], int, int]]:
+    """Return where two engines' greedy tokens part: the tokens before, then the next of each."""
+    found = []
+    for index, add in enumerate(case.workload()):
+        if not isinstance(add, Add) or add.temperature != 0.0:
+            continue
+        ours = reference.continuations[index].token_ids
+        theirs = candidate.continuations[index].token_ids
+        for place, (one, other) in enumerate(zip(ours, theirs, strict=False)):
+            if one != other:
+                found.append(((*add.prompt, *ours[:place]), one, other))
+                break
+    return found
+
+
+def with_ruling(findings: Findings, ruling: TokenRuling, dtype: str) -> Findings:
+    """Return findings with what the referee says; it can take a verdict back, not give one.
+
+    Args:
+        findings: By the engine whose tokens are right.
+        ruling: On the tokens on which reference and candidate part.
+        dtype: Of the referee.
+    """
+    if not ruling.requests:
+        return findings
+    verdict, summary = findings.verdict, f"{findings.summary}; {ruling.sentence(dtype)}"
+    if verdict is Verdict.REFERENCE_WRONG and ruling.candidate != ruling.requests:
+        verdict = Verdict.INCONCLUSIVE
+    return replace(findings, verdict=verdict, summary=summary)
 
 
 _NOTHING = Agreement(

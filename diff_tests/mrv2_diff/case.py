@@ -156,6 +156,8 @@ class Departure:
     verdict: Literal[Verdict.REFERENCE_WRONG, Verdict.KNOWN_DIFFERENCE]
     why: str
     """What the reference does, in a few words, or the decision record that says why we do not."""
+    is_certain: bool = True
+    """False where the case has too few requests left to be sure that it happens."""
     on: frozenset[str] = DEVICES
     """Devices on which the reference departs. On others the case is judged like any other."""
     elsewhere: str = ""

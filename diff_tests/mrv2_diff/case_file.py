@@ -143,6 +143,7 @@ class _Departure(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     value: Literal["processed_logits", "logprobs"]
     verdict: Verdict
     why: str
+    is_certain: bool = True
     on: frozenset[str]
     elsewhere: str
 
@@ -157,6 +158,7 @@ def _departure(raw: Any) -> Departure:
         value=given.value,
         verdict=given.verdict,
         why=given.why,
+        is_certain=given.is_certain,
         on=given.on,
         elsewhere=given.elsewhere,
     )

@@ -5,11 +5,12 @@ Nothing heavy is imported before a command needs it, so that `--help` is instant
 
 import argparse
 import dataclasses
+import itertools
 import json
 import os
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
@@ -26,6 +27,8 @@ from mrv2_diff.harness import (
     MAX_TRANSLATED_GROWTH,
     PAIRS,
     RUNNERS,
+    TRACED_RUNNERS,
+    UPSTREAM,
     Harness,
     Recording,
     Selection,
@@ -149,8 +152,19 @@ def _add_run(commands: "_Commands[argparse.ArgumentParser]") -> None:
                      "those of --area; may be given again")  # fmt: skip
     run.add_argument("--case-file", action="append", type=Path, default=[], metavar="FILE",
                      help="a case that shrink or run wrote; may be given again")  # fmt: skip
-    run.add_argument("--pair", default="v1,mrv2", metavar="REF,CAND",
-                     help="reference and candidate: v1,mrv2 (default) or v1,v1")  # fmt: skip
+    pairs = run.add_mutually_exclusive_group()
+    pairs.add_argument("--pair", default="v1,mrv2", metavar="REF,CAND",
+                       help="reference and candidate: v1,mrv2 (default), v1,v1, v1,vllm-v2 or "
+                       "mrv2,vllm-v2")  # fmt: skip
+    pairs.add_argument("--runners", type=_names, metavar="R,...", help="every pair of these, of "
+                       "v1, mrv2, vllm-v2 (vLLM's own second runner)")  # fmt: skip
+    run.add_argument("--small", action="store_true", help="cut each case down to a few greedy "
+                     "requests and some 30 steps; vllm-v2 is always run so")  # fmt: skip
+    run.add_argument("--referee", action="store_true", help="where logits differ beyond the "
+                     "floor, ask transformers' model in a higher precision who is "
+                     "right")  # fmt: skip
+    run.add_argument("--layers", action="store_true", help="compare the hidden states behind each "
+                     "layer, too, so that the first wrong layer is named")  # fmt: skip
     run.add_argument("--model", type=Path, metavar="DIR", help="checkpoint to run on, instead of "
                      "the tiny one that each case names")  # fmt: skip
     run.add_argument("--graphs", choices=GRAPHS, default="none", help="CUDA graphs of both "
@@ -312,8 +326,8 @@ def _add_record(commands: "_Commands[argparse.ArgumentParser]") -> None:
     record = _add_command(commands, "record", help_texts.RECORD)
     record.add_argument("--out", type=Path, required=True, metavar="FILE",
                         help="trace to write; it must not be there yet")  # fmt: skip
-    record.add_argument("--runner", choices=RUNNERS, help="MRV2_RUNNER of the command (default: as "
-                        "it is set)")  # fmt: skip
+    record.add_argument("--runner", choices=TRACED_RUNNERS, help="MRV2_RUNNER of the "
+                        "command (default: as it is set)")  # fmt: skip
     record.add_argument("--private", action="store_true", help="replace prompts, answers, lists of "
                         "tokens and request ids by noise of the same length")  # fmt: skip
     record.add_argument("program", nargs=argparse.REMAINDER, metavar="-- COMMAND", help="what "
@@ -325,13 +339,14 @@ def _add_replay(commands: "_Commands[argparse.ArgumentParser]") -> None:
     replay.add_argument("file", type=Path, metavar="FILE", help="trace that record wrote, or "
                         "schedule that soak wrote")  # fmt: skip
     trace = replay.add_argument_group("of a trace")
-    trace.add_argument("--runner", choices=RUNNERS, help="(default: mrv2)")
+    trace.add_argument("--runner", choices=TRACED_RUNNERS, help="(default: mrv2)")
     how = trace.add_mutually_exclusive_group()
     how.add_argument("--forced", action="store_true", help="commit the recorded tokens, so that "
                      "every step is as it was (the default)")  # fmt: skip
     how.add_argument("--free", action="store_true", help="commit the runner's own tokens")
-    trace.add_argument("--against", choices=RUNNERS, help="compare with another runner's replay "
-                       "instead of the recorded tokens (a private trace always does)")  # fmt: skip
+    trace.add_argument("--against", choices=TRACED_RUNNERS, help="compare with another "
+                       "runner's replay instead of the recorded tokens (a private trace always "
+                       "does)")  # fmt: skip
     trace.add_argument("--model", type=Path, metavar="DIR", help="the recorded model (default: "
                        "the tiny one that was recorded)")  # fmt: skip
     trace.add_argument("--salvage", action="store_true", help="play the whole steps that precede "
@@ -433,23 +448,39 @@ def _whole_number(high: int) -> Callable[[str], int]:
 
 
 def _run(arguments: argparse.Namespace, harness: Harness) -> int:
-    pair = pair_named(arguments.pair)
-    named = selected(harness.cases(), arguments.area, arguments.case, arguments.case_file)
+    pairs = _pairs(arguments)
+    if arguments.layers and arguments.graphs != "none":
+        raise BadInputError(
+            "--layers looks into each forward, which --graphs replays as a whole; leave one out"
+        )
+    small = arguments.small or any(UPSTREAM in pair for pair in pairs)
+    cases = selected(harness.cases(), arguments.area, arguments.case, arguments.case_file)
+    if small:
+        cases = _with_small_form(cases, arguments.case)
     selection = Selection(
-        cases=_runnable(named, pair, harness),
-        pair=pair,
+        cases=_runnable(cases, pairs[0], harness),
+        pair=pairs[0],
+        further=pairs[1:],
         model=_checked_model(arguments.model),
         graphs=arguments.graphs,
+        small=small,
+        referee=arguments.referee,
+        layers=arguments.layers,
     )
     label = _model_label(selection.model)
     folder = RecordsFolder(arguments.out, resume=arguments.resume)
     wanted = {case.id: case for case in selection.cases}
     kept = [record for record in _read_or_refuse(folder)
-            if record.id in wanted and record.pair == selection.pair
+            if record.id in wanted and record.pair in pairs
+            and (record.environment.get("form") == "small") == small
+            and ("layers" in record.environment) == selection.layers
             and record.environment.get("graphs", "none") == selection.graphs
             and record.environment.get("model") == label]  # fmt: skip
     records = _of_this_source(kept, harness) if kept else []
-    done = {record.id for record in records}
+    made = {(record.id, record.pair) for record in records}
+    expected = len(wanted) * len(pairs)
+    done = {case_id for case_id in wanted if all((case_id, pair) in made for pair in pairs)}
+    records = [record for record in records if record.id in done]
     left = dataclasses.replace(
         selection, cases=tuple(case for case in selection.cases if case.id not in done)
     )
@@ -459,14 +490,14 @@ def _run(arguments: argparse.Namespace, harness: Harness) -> int:
     def keep(record: Record) -> None:
         _keep(record, label, folder, records)
         with _telling_of(arguments.out):
-            _keep_failing(wanted[record.id], record, arguments.out / FAILING)
+            _keep_failing(_as_run(wanted[record.id], small), record, arguments.out / FAILING)
 
     try:
         _execute(left, harness, keep)
     except KeyboardInterrupt:
-        print(f"\ninterrupted: {_how_to_go_on(records, wanted, folder)}", file=sys.stderr)
+        print(f"\ninterrupted: {_how_to_go_on(records, expected, folder)}", file=sys.stderr)
         return EXIT_INTERRUPTED
-    return _conclude(records, expected=len(wanted), with_budgets=arguments.budgets)
+    return _conclude(records, expected=expected, with_budgets=arguments.budgets)
 
 
 def _of_this_source(records: Sequence[Record], harness: Harness) -> list[Record]:
@@ -487,14 +518,12 @@ def _of_this_source(records: Sequence[Record], harness: Harness) -> list[Record]
     return counting
 
 
-def _how_to_go_on(
-    records: Sequence[Record], wanted: Mapping[str, Case], folder: RecordsFolder
-) -> str:
+def _how_to_go_on(records: Sequence[Record], expected: int, folder: RecordsFolder) -> str:
     """Return what an interrupted run leaves; a run without records must not resume a former's."""
     if not records:
         return "no record was written; run the same command again"
     return (
-        f"{len(records)} of {len(wanted)} cases have whole records in {folder.path}; "
+        f"{len(records)} of {expected} cases have whole records in {folder.path}; "
         f"go on with the same command and --resume"
     )
 
@@ -505,7 +534,7 @@ def _execute(selection: Selection, harness: Harness, keep: Callable[[Record], No
 
     if not selection.cases:
         return
-    with progress_on(sys.stdout, len(selection.cases)) as progress:
+    with progress_on(sys.stdout, len(selection.cases) * len(selection.pairs)) as progress:
         records = harness.run(selection, progress.step)
         from mrv2.errors import ConfigError  # imports torch, for which the harness prepares first
 
@@ -524,11 +553,23 @@ def _keep(record: Record, label: str, folder: RecordsFolder, records: list[Recor
     records.append(labelled)
 
 
+def _as_run(case: Case, small: bool) -> Case:
+    """Return a case in the form in which it was run, so that its file runs alike."""
+    from mrv2_diff.small import small_form
+
+    return small_form(case) if small else case
+
+
+def _file_stem(case: Case, pair: tuple[str, str]) -> str:
+    """Return the name of a failing case's file: of a pair besides the usual one, with the pair."""
+    return case.id if pair == PAIRS[0] else f"{case.id}.{'-'.join(pair)}"
+
+
 def _keep_failing(case: Case, record: Record, folder: Path) -> None:
     """Write the case of a record that fails as a file, and remove the file of one that passes."""
     from mrv2_diff import case_file
 
-    file = folder / f"{case.id}.json"
+    file = folder / f"{_file_stem(case, record.pair)}.json"
     if record.verdict.passes:
         file.unlink(missing_ok=True)
     elif case.apart is None:
@@ -543,8 +584,11 @@ def _keep_failing(case: Case, record: Record, folder: Path) -> None:
 
 def _conclude(records: Sequence[Record], *, expected: int, with_budgets: bool = False) -> int:
     """Print the last line and return the exit code: 0 only where every case ran and passed."""
-    from mrv2_diff.report import budgets_line, parity_line
+    from mrv2_diff.report import budgets_line, pairs_table, parity_line
 
+    table = pairs_table(records)
+    if table is not None:
+        print("\n".join(table.lines))
     if len(records) < expected:
         print(f"{expected - len(records)} of {expected} cases gave no record", file=sys.stderr)
     if (budgets := budgets_line(records)) is not None:
@@ -568,6 +612,36 @@ def _runnable(cases: tuple[Case, ...], pair: tuple[str, str], harness: Harness) 
     if not runnable:
         raise BadInputError("V1 is known to be wrong in these cases; compare it with mrv2 instead")
     return runnable
+
+
+def _pairs(arguments: argparse.Namespace) -> tuple[tuple[str, str], ...]:
+    """Return the pairs that --pair or --runners asks for."""
+    names = arguments.runners
+    if names is None:
+        return (pair_named(arguments.pair),)
+    check_known("runner", names, RUNNERS)
+    ordered = [name for name in RUNNERS if name in names]
+    if len(ordered) < 2 or len(ordered) != len(names):
+        raise BadInputError(
+            f"--runners {','.join(names)} makes no pair; name two or three of "
+            f"{', '.join(RUNNERS)}, each once"
+        )
+    return tuple(itertools.combinations(ordered, 2))
+
+
+def _with_small_form(cases: tuple[Case, ...], named: Sequence[str]) -> tuple[Case, ...]:
+    """Return the cases of which something is left when they are cut down."""
+    from mrv2_diff.small import has_small_form
+
+    left = tuple(case for case in cases if has_small_form(case))
+    without = [case.id for case in cases if case.id in named and case not in left]
+    if without or not left:
+        raise BadInputError(
+            f"nothing is left of {', '.join(without) or 'these cases'} in a small form: each needs "
+            "a greedy request that runs in lockstep, and no grammar; compare them with "
+            "--pair v1,mrv2"
+        )
+    return left
 
 
 def _checked_model(folder: Path | None) -> Path | None:

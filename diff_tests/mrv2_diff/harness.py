@@ -3,7 +3,7 @@
 The installed harness imports torch and vLLM when it runs cases, and not before.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,10 +25,19 @@ if TYPE_CHECKING:
 
 OnStep = Callable[[str, int], None]
 
-PAIRS: tuple[tuple[str, str], ...] = (("v1", "mrv2"), ("v1", "v1"))
+PAIRS: tuple[tuple[str, str], ...] = (
+    ("v1", "mrv2"),
+    ("v1", "v1"),
+    ("v1", "vllm-v2"),
+    ("mrv2", "vllm-v2"),
+)
 """Reference and candidate of every pair that can be run."""
 
-RUNNERS = ("mrv2", "v1")
+RUNNERS = ("v1", "mrv2", "vllm-v2")
+"""Every runner, by the name of a pair."""
+UPSTREAM = "vllm-v2"
+"""vLLM's own second runner, which needs small cases and a process of its own."""
+TRACED_RUNNERS = ("mrv2", "v1")
 """In which a trace can be recorded and replayed."""
 
 OnProgress = Callable[[SoakResult], None]
@@ -59,6 +68,19 @@ class Selection:
     """None: the model that each case names, made from its seed."""
     graphs: str = "none"
     """One of `GRAPHS` of a case: how steps may reach the device."""
+    further: tuple[tuple[str, str], ...] = ()
+    """Pairs that are compared as well."""
+    small: bool = False
+    """Whether cases run in their small form."""
+    referee: bool = False
+    """Whether a referee rules on rows of logits on which two runners disagree."""
+    layers: bool = False
+    """Whether hidden states are compared layer by layer, too."""
+
+    @property
+    def pairs(self) -> tuple[tuple[str, str], ...]:
+        """All pairs, in their order."""
+        return (self.pair, *self.further)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -212,7 +234,7 @@ def _cases() -> Mapping[str, Case]:
 
 
 def _run(selection: Selection, on_step: OnStep) -> Iterator[Record]:
-    process.prepare()
+    prepare_for(selection.pairs)
     from mrv2_diff.run import RunRequest, run_cases  # imports torch and vLLM: seconds
 
     request = RunRequest(
@@ -220,8 +242,21 @@ def _run(selection: Selection, on_step: OnStep) -> Iterator[Record]:
         pair=selection.pair,
         model=selection.model,
         graphs=selection.graphs,
+        further=selection.further,
+        small=selection.small,
+        referee=selection.referee,
+        layers=selection.layers,
     )
     return run_cases(request, on_step)
+
+
+def prepare_for(pairs: Iterable[tuple[str, str]]) -> None:
+    """Prepare this process to run pairs; with vLLM's second runner it interprets Triton."""
+    process.prepare()
+    if any(UPSTREAM in pair for pair in pairs):
+        from mrv2_diff import interpreter
+
+        interpreter.prepare()
 
 
 def _environment() -> Mapping[str, str]:
@@ -343,7 +378,7 @@ def _faults() -> Mapping[str, str]:
 
 
 def _shrink(request: "ShrinkRequest", say: "Say") -> "Iterator[Result]":
-    process.prepare()
+    prepare_for([request.pair])
     from mrv2_diff.shrinking.session import shrink_cases  # imports torch and vLLM: seconds
 
     return shrink_cases(request, say)

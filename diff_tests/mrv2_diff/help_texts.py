@@ -32,7 +32,7 @@ exit codes: 0 all passed, 1 something failed, 2 bad input, 130 interrupted.
 RUN = HelpText(
     short="run cases and write their records",
     long="""\
-Run cases: one engine, two runners in one worker. The reference drives the scheduler; the candidate
+Run cases: one engine, its runners in one worker. The reference drives the scheduler; the candidate
 gets its own copy of every batch. A record is written as each case ends.""",
     epilog="""\
 examples:
@@ -42,6 +42,9 @@ examples:
   mrv2-diff run --pair v1,v1                       the control: V1 against itself
   mrv2-diff run --model ./checkpoint --out ./mine  your own model
   mrv2-diff run --graphs FULL_DECODE_ONLY          with CUDA graphs, on a CUDA device
+  mrv2-diff run --runners v1,mrv2,vllm-v2          three runners, every pair, small cases
+  mrv2-diff run --referee                          ask a third model who is right
+  mrv2-diff run --layers                           name the first layer that differs
   mrv2-diff run --budgets                          fail where memory or time is over its budget
   mrv2-diff run --resume                           go on after an interruption
   mrv2-diff run --case-file ./short/a.b.json       a case that shrink or a run wrote
@@ -50,6 +53,19 @@ A case that fails is kept as DIR/failing/ID.json, for mrv2-diff shrink.
 DIR/records.jsonl of a former run is kept as records.previous.jsonl, unless --resume is given. A
 resumed run repeats the cases whose records are of another commit or of other changes to it, or of
 another mrv2, vLLM or torch. MRV2_DIFF_TRACEBACK=1 shows what led to a message.
+vllm-v2 is vLLM's own second runner. It runs on a CPU under Triton's interpreter, at 0.1 to 0.3 s a
+step, so cases are cut down to 4 greedy requests of 10 tokens, all pairs of such a run alike, and
+nothing is measured. V1 drives the scheduler in every pair. Three runners end in a table of cases by
+pairs.
+
+--referee holds rows of logits that differ beyond the floor against transformers' model of the same
+checkpoint in a higher precision, without a KV cache, and says which runner is nearer. Where in all
+of them the reference is further away than rounding and the candidate is not, the verdict is
+`reference wrong`.
+
+The noise floor is measured once for each engine and environment and kept in the user's cache,
+mrv2/floors; each case's line says the spacings that it required beside it.
+
 The last line is `parity: N cases, N match, ...`, the one before it says how budgets were kept:
 within, over, or open where the 95 % interval of a ratio holds its budget.
 

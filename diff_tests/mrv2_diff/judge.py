@@ -9,12 +9,15 @@ from mrv2_diff.case import Add, Case, Event
 from mrv2_diff.compare import right as right_rows
 from mrv2_diff.compare.right import Effects, RightRows, compare_right
 from mrv2_diff.compare.steps import OF_PROMPTS, Expectations, compare_ledgers, compare_step
-from mrv2_diff.compare.tally import Place, Tally
+from mrv2_diff.compare.tally import HIDDEN, Place, Tally
 from mrv2_diff.observation import Observation
 from mrv2_diff.record import Cost, Latency, Memory
+from mrv2_diff.referee import Ruling
 from mrv2_diff.verdict import Divergence, Verdict
 
 _ALWAYS = (
+    "plan",
+    "layout",
     "input_ids",
     "positions",
     "seq_lens",
@@ -27,7 +30,8 @@ _ALWAYS = (
 """Values that every case compares; none at all is a failure."""
 
 _FLOATS = frozenset({"logits", "processed_logits", "logprobs"})
-"""Values of which nothing can be said where the noise is too large or V1's are not finite."""
+"""Values of which nothing can be said where the noise is too large or V1's are not finite. So are
+hidden states."""
 
 MAX_NEAR_TIES = 0.01
 """Most tokens that may be near ties, of those that were compared. More are no accident."""
@@ -63,27 +67,50 @@ class Outcome:
     crash: str | None = None
     inconclusive: str | None = None
     """Why nothing can be said."""
+    reference: str = "V1"
+    """What sentences call the reference."""
+    ruling: Ruling | None = None
+    """What the referee says of the rows on which the two disagree, where it was asked."""
     memory: dict[str, Memory] = field(default_factory=dict)
     latency: dict[str, Latency] = field(default_factory=dict)
     costs: list[Cost] = field(default_factory=list)
 
 
 def judge(case: Case, outcome: Outcome) -> tuple[Verdict, str]:
-    """Return the verdict on a case and one sentence about it."""
+    """Return the verdict on a case and one sentence about it.
+
+    Where the referee was asked and clears the candidate in every row of logits in dispute, and
+    nothing before the logits differs, it is the reference that is wrong.
+    """
+    verdict, summary = _judge(case, outcome)
+    ruling, first = outcome.ruling, outcome.tally.first
+    if ruling is None or first is None:
+        return verdict, summary
+    is_models = first.value == "logits" or _is_hidden(first)
+    if is_models and verdict is Verdict.WRONG_VALUE and ruling.clears_candidate:
+        verdict = Verdict.REFERENCE_WRONG
+    return verdict, f"{summary}; {ruling.sentence(outcome.reference)}"
+
+
+def _judge(case: Case, outcome: Outcome) -> tuple[Verdict, str]:
     first = outcome.tally.first
     ignored = outcome.effects.ignored()
     if ignored and (first is None or first.value in ("processed_logits", right_rows.VALUE)):
-        return Verdict.IGNORED, _ignored(ignored)
-    if first is not None and first.value not in _FLOATS:  # a crash that follows is a consequence
-        return _fault(first)
+        return Verdict.IGNORED, _ignored(ignored, outcome.reference)
+    if (
+        first is not None and first.value not in _FLOATS and not _is_hidden(first)
+    ):  # a crash that follows is a consequence
+        return _fault(first, outcome.reference)
     if first is None and outcome.crash is not None:
         return Verdict.CRASHED, f"the candidate failed: {outcome.crash.strip().splitlines()[-1]}"
     if outcome.inconclusive is not None:
         return Verdict.INCONCLUSIVE, outcome.inconclusive
     if outcome.tally.not_finite:
-        return Verdict.INCONCLUSIVE, f"{outcome.tally.not_finite} of V1's logits are not finite"
+        return Verdict.INCONCLUSIVE, (
+            f"{outcome.tally.not_finite} of {outcome.reference}'s logits are not finite"
+        )
     if first is not None:
-        return _fault(first)
+        return _fault(first, outcome.reference)
     absent = _absent(case, outcome)
     if absent:
         return Verdict.MISSING, f"nothing was compared of: {', '.join(absent)}"
@@ -98,7 +125,7 @@ def _agreement(case: Case, tally: Tally, request_steps: int) -> tuple[Verdict, s
             f"{tally.near_ties} of {tokens} tokens differ where two logits lie within the floor; "
             f"at most {MAX_NEAR_TIES:.0%} may"
         )
-    if case.departure is not None:
+    if case.departure is not None and (tally.departed or case.departure.is_certain):
         rows = f"{tally.departed} rows of {case.departure.value}"
         return case.departure.verdict, f"in {rows} only V1 is off its right value: " + (
             case.departure.why
@@ -111,15 +138,19 @@ def _agreement(case: Case, tally: Tally, request_steps: int) -> tuple[Verdict, s
     return Verdict.MATCH, f"{total} values agree over {request_steps} request-steps"
 
 
-def _ignored(ignored: dict[str, list[str]]) -> str:
-    names = {"reference": "V1", "candidate": "the candidate"}
+def _is_hidden(first: Divergence) -> bool:
+    return first.value.startswith(HIDDEN)
+
+
+def _ignored(ignored: dict[str, list[str]], reference: str) -> str:
+    names = {"reference": reference, "candidate": "the candidate"}
     parts = [f"{', '.join(what)} in {names[side]}" for side, what in ignored.items()]
     return f"no logit was changed by {'; '.join(parts)}"
 
 
-def _fault(first: Divergence) -> tuple[Verdict, str]:
+def _fault(first: Divergence, reference: str) -> tuple[Verdict, str]:
     verdicts = {"same shape": Verdict.WRONG_SHAPE, "present": Verdict.MISSING}
-    return verdicts.get(first.policy, Verdict.WRONG_VALUE), _sentence(first)
+    return verdicts.get(first.policy, Verdict.WRONG_VALUE), _sentence(first, reference)
 
 
 def add_step(
@@ -144,7 +175,7 @@ def add_step(
     if outcome.tally.stopped or (reference is None and candidate is None):
         return
     if reference is None or candidate is None:
-        who = "V1" if candidate is None else "the candidate"
+        who = outcome.reference if candidate is None else "the candidate"
         outcome.tally.missing(place, f"only {who} ran this step")
         return
     compare_step(outcome.tally, place, expected, reference, candidate, right)
@@ -229,7 +260,9 @@ def _absent(case: Case, outcome: Outcome) -> list[str]:
     absent += [
         f"events of kind {kind}" for kind in sorted(case.expects) if not outcome.events.get(kind)
     ]
-    if case.departure is not None and not outcome.tally.departed:
+    departs = case.departure is not None and case.departure.is_certain
+    if departs and not outcome.tally.departed:
+        assert case.departure is not None
         absent.append(f"rows in which V1 is expected to be wrong ({case.departure.why})")
     absent += [
         f"rows that {name} could change"
@@ -278,11 +311,11 @@ def _compared(outcome: Outcome, value: str) -> int:
     return total.compared if total is not None else 0
 
 
-def _sentence(first: Divergence) -> str:
+def _sentence(first: Divergence, reference: str) -> str:
     where = f"step {first.step} ({first.mode})"
     whose = f" of {first.req_id} at {first.index}" if first.req_id else ""
     if first.value == right_rows.VALUE and first.reference:
         return f"{where}: {first.value}{whose} is {first.candidate}, right is {first.reference}"
     if not first.reference:
         return f"{where}: {first.value}: {first.candidate}"
-    return f"{where}: {first.value}{whose} is {first.candidate}, V1 has {first.reference}"
+    return f"{where}: {first.value}{whose} is {first.candidate}, {reference} has {first.reference}"

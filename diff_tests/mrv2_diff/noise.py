@@ -19,10 +19,18 @@ less.
 """
 
 SCHEDULES = ("reordered", "other neighbours", "other chunks")
+"""Forms of a step other than its own."""
+FLOOR_SCHEDULES = ("same", *SCHEDULES)
+"""Forms under which the reference is held against itself: a repeat, and the others."""
+
+NUM_REQUESTS = 40
+FEW_REQUESTS = 10
+"""For cases in their small form, in a process that is slow. A smaller sample finds a lower floor,
+where it finds another, and judges more strictly."""
 
 
-def probe() -> tuple[Add, ...]:
-    """Return 40 requests of all kinds.
+def probe(num_requests: int = NUM_REQUESTS) -> tuple[Add, ...]:
+    """Return so many requests of all kinds.
 
     Short and long prompts, greedy and random, with and without logprobs.
 
@@ -39,6 +47,6 @@ def probe() -> tuple[Add, ...]:
             temperature=source.choice((0.0, 0.0, 0.7, 1.3)),
             logprobs=source.choice((None, 5)),
         )
-        for index in range(40)
+        for index in range(num_requests)
     ]
     return tuple(sorted(events, key=lambda event: event.step))

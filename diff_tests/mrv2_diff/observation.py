@@ -56,6 +56,11 @@ class Observation:
     logprobs: ObservedLogprobs | None
     prompt_logprobs: Mapping[str, ObservedLogprobs] = field(default_factory=dict)
     """Those that the step returned, by request: a row for each token of a prompt but the first."""
+    blocks: Mapping[str, tuple[Ints, ...]] = field(default_factory=dict)
+    """Blocks that attention reads for each request, by KV group; none where a subject does not say.
+    """
+    layers: tuple[Tensor, ...] = ()
+    """[num_tokens, hidden_size] float32 behind each layer; none where they are not asked for."""
 
 
 def merge(parts: Sequence[Observation]) -> Observation:
@@ -81,6 +86,7 @@ def merge(parts: Sequence[Observation]) -> Observation:
         positions=whole.positions[index],
         seq_lens=np.array([whole.seq_lens[_last(whole.req_ids, req_id)] for req_id in order]),
         slots=tuple(slots[index] for slots in whole.slots),
+        layers=tuple(layer[torch.from_numpy(index)] for layer in whole.layers),
     )
 
 
@@ -119,6 +125,8 @@ def _concatenate(first: Observation, second: Observation) -> Observation:
         drawn=np.concatenate((first.drawn, second.drawn)),
         logprobs=_concatenate_logprobs(first, second),
         prompt_logprobs={**first.prompt_logprobs, **second.prompt_logprobs},
+        blocks={**first.blocks, **second.blocks},
+        layers=tuple(torch.cat(pair) for pair in zip(first.layers, second.layers, strict=True)),
     )
 
 

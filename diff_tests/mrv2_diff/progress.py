@@ -128,7 +128,22 @@ class CaseLines:
             f"{place} {verdict_text(record.verdict):<11} {record.id}: "
             f"{count_text(values)} values compared, {seconds:.1f} s"
         )
+        needs = required_text(record)
+        lines = [f"{line}, {needs}" if needs else line]
         if not record.verdict.passes:
-            line = f"{line}: {record.summary}"
+            lines[0] += f": {record.summary}"
+            if record.first_divergence is not None:
+                around = record.first_divergence.around_lines(record.pair)
+                lines += [f"    {text}" for text in around]
         over = [cost.summary for cost in record.costs if cost.verdict is Verdict.OVER_BUDGET]
-        return "\n".join([line, *(f"      over budget: {summary}" for summary in over)])
+        return "\n".join([*lines, *(f"      over budget: {summary}" for summary in over)])
+
+
+def required_text(record: Record) -> str:
+    """Return the tolerance that a record's floats require, beside the bound of twice the floor."""
+    needed = [
+        f"{value} {agreement.required_tolerance:.3g} (floor {record.noise_floor[value]:.3g})"
+        for value, agreement in record.agreements.items()
+        if value in record.noise_floor
+    ]
+    return f"required spacings: {', '.join(needed)}" if needed else ""

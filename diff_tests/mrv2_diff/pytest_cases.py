@@ -9,10 +9,11 @@ from typing import Any, Protocol
 
 import pytest
 
-from mrv2_diff import process
 from mrv2_diff.case import Case
+from mrv2_diff.harness import UPSTREAM, prepare_for
 from mrv2_diff.record import Record
 from mrv2_diff.selection import SelectionError, pair_named, selected
+from mrv2_diff.small import has_small_form
 from mrv2_diff.verdict import Verdict
 
 
@@ -140,6 +141,8 @@ class Cases:
             self._runner = self._lockstep.start(self.pair)
         if self.pair[0] == self.pair[1] and not case.on(self._runner.kind).against_itself:
             pytest.skip("V1 is known to be wrong in this case; compare it with mrv2 instead")
+        if UPSTREAM in self.pair and not has_small_form(case):
+            pytest.skip(f"nothing is left of this case in the small form that {UPSTREAM} needs")
         record = self._runner.record(case)
         if record.verdict is Verdict.REFUSED:
             pytest.skip(f"refused: {record.summary}")
@@ -215,6 +218,7 @@ def failure_text(case: Case, record: Record) -> str:
             ("bound", first.policy),
         ]
         lines += [f"  {name:<16} {text}" for name, text in rows]
+        lines += [f"    {line}" for line in first.around_lines(record.pair)]
     if record.error:
         lines += ["", record.error.rstrip(), ""]
     lines.append(f"run it again:  {record.command}")
@@ -243,7 +247,8 @@ def _catalog() -> Mapping[str, Case]:
 
 
 def _start(pair: tuple[str, str]) -> Runner:
-    process.prepare()
+    prepare_for([pair])
     from mrv2_diff.run import CaseRunner, RunRequest  # imports torch and vLLM: seconds
 
-    return CaseRunner(RunRequest(cases=(), pair=pair, model=None, measures=False))
+    small = UPSTREAM in pair
+    return CaseRunner(RunRequest(cases=(), pair=pair, model=None, measures=False, small=small))

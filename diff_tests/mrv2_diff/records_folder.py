@@ -55,7 +55,8 @@ class RecordsFolder:
     def append(self, record: Record) -> None:
         """Add one record, whole or not at all, in place of an earlier one of the same case.
 
-        The same case on another pair of runners or another model is another record.
+        The same case on another pair of runners or another model, or in its small form, is another
+        record.
 
         Raises:
             RecordsFolderError: The disk is full or the folder is no longer writable.
@@ -104,7 +105,8 @@ class RecordsFolder:
 
 
 def _case(record: Record) -> tuple[object, ...]:
-    return record.id, record.pair, record.environment.get("model")
+    made = record.environment
+    return record.id, record.pair, made.get("model"), made.get("form")
 
 
 def _probe(folder: Path) -> None:

@@ -55,6 +55,16 @@ _PASSES = frozenset(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Neighbour:
+    """One of the values around a divergence, on both sides."""
+
+    index: int
+    """As a divergence's."""
+    reference: str
+    candidate: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Divergence:
     """The first value of the step chain in which the candidate left the reference."""
 
@@ -71,3 +81,22 @@ class Divergence:
     candidate: str
     policy: str
     """The rule that was broken, with its bound."""
+    around: tuple[Neighbour, ...] = ()
+    """The values around it in the request's part, itself included; none of a structure."""
+
+    def around_lines(self, pair: tuple[str, str]) -> list[str]:
+        """Return the values around it as a table for people, with a mark at the one that differs.
+
+        Args:
+            pair: Names of reference and candidate.
+        """
+        if not self.around:
+            return []
+        cells = [("at", *pair)] + [(str(n.index), n.reference, n.candidate) for n in self.around]
+        widths = [max(len(row[column]) for row in cells) for column in range(3)]
+        lines = [
+            "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True))
+            for row in cells
+        ]
+        marks = [""] + ["  <" if n.reference != n.candidate else "" for n in self.around]
+        return [line + mark for line, mark in zip(lines, marks, strict=True)]

@@ -22,7 +22,7 @@ from mrv2_diff.compare.right import (
     same_logits,
     wanted_values,
 )
-from mrv2_diff.compare.tally import FloatArray, Place, Tally
+from mrv2_diff.compare.tally import BLOCKS, HIDDEN, FloatArray, Place, Tally
 from mrv2_diff.observation import Ints, Observation, ObservedLogprobs, token_index
 
 OF_PROMPTS = "prompt_logprobs"
@@ -71,12 +71,14 @@ def compare_step(
         right: Says what rounding leaves open, and where the reference departs; None takes the
             reference at its word.
     """
-    if sorted(reference.req_ids) != sorted(candidate.req_ids):
-        tally.structure(
-            "output", place, 1, [f"requests {candidate.req_ids} in place of {reference.req_ids}"]
-        )
+    same_requests = sorted(reference.req_ids) == sorted(candidate.req_ids)
+    others = f"requests {candidate.req_ids} in place of {reference.req_ids}"
+    tally.structure("plan", place, len(reference.req_ids), [] if same_requests else [others])
+    if not same_requests:
         return
     _compare_inputs(tally, place, reference, candidate)
+    _compare_blocks(tally, place, reference, candidate)
+    _compare_layers(tally, place, reference, candidate)
     compare_prompt_logprobs(tally, place, reference.prompt_logprobs, candidate.prompt_logprobs)
     if sorted(reference.draw_ids) != sorted(candidate.draw_ids):
         tally.structure(
@@ -98,8 +100,10 @@ def compare_prompt_logprobs(
 ) -> None:
     """Compare the logprobs of prompts that a step returned: values, tokens, ranks, and whose.
 
-    Where two of the likeliest are as good as equal, either may be listed, and first.
+    Where two of the likeliest are as good as equal, either may be listed, and first. A table
+    without rows says what no table says: of a prompt's only token there is no logprob.
     """
+    reference, candidate = _with_rows(reference), _with_rows(candidate)
     if sorted(reference) != sorted(candidate):
         wrong = f"prompt logprobs of {sorted(candidate)} in place of {sorted(reference)}"
         tally.structure(OF_PROMPTS, place, 0, [wrong])
@@ -126,6 +130,10 @@ def compare_prompt_logprobs(
             for fault in _row_faults(ours, theirs, position, slack)
         ]
         tally.structure(OF_PROMPTS, place, ours.token_ids.size + ours.ranks.size, faults)
+
+
+def _with_rows(tables: Mapping[str, ObservedLogprobs]) -> dict[str, ObservedLogprobs]:
+    return {req_id: table for req_id, table in tables.items() if len(table.ranks)}
 
 
 def _row_faults(
@@ -161,14 +169,47 @@ def _compare_inputs(
     tally: Tally, place: Place, reference: Observation, candidate: Observation
 ) -> None:
     order = reference.req_ids
+    requests = np.array([candidate.req_ids.index(req_id) for req_id in order])
+    tally.exact("layout", place, order, reference.query_lens, candidate.query_lens[requests])
     index = token_index(candidate, order)
     owners = np.repeat(order, reference.query_lens).tolist()
     tally.exact("input_ids", place, owners, reference.input_ids, candidate.input_ids[index])
     tally.exact("positions", place, owners, reference.positions, candidate.positions[index])
-    requests = np.array([candidate.req_ids.index(req_id) for req_id in order])
     tally.exact("seq_lens", place, order, reference.seq_lens, candidate.seq_lens[requests])
     theirs = np.stack([slots[index] for slots in candidate.slots], axis=1)
     tally.exact("slots", place, owners, np.stack(reference.slots, axis=1), theirs)
+
+
+def _compare_blocks(
+    tally: Tally, place: Place, reference: Observation, candidate: Observation
+) -> None:
+    """Compare the blocks that attention reads, where both say which."""
+    if not reference.blocks or not candidate.blocks:
+        return
+    order = reference.req_ids
+    ours, theirs = (
+        [np.concatenate(side.blocks[req_id]) for req_id in order] for side in (reference, candidate)
+    )
+    owners = np.repeat(order, [len(blocks) for blocks in ours]).tolist()
+    tally.exact(BLOCKS, place, owners, np.concatenate(ours), np.concatenate(theirs))
+
+
+def _compare_layers(
+    tally: Tally, place: Place, reference: Observation, candidate: Observation
+) -> None:
+    """Compare hidden states layer by layer, where both were asked for them."""
+    if not reference.layers or not candidate.layers:
+        return
+    if len(reference.layers) != len(candidate.layers):
+        counts = f"{len(candidate.layers)} layers in place of {len(reference.layers)}"
+        tally.structure(HIDDEN, place, 0, [counts])
+        return
+    index = token_index(candidate, reference.req_ids)
+    owners = np.repeat(reference.req_ids, reference.query_lens).tolist()
+    for number, (ours, theirs) in enumerate(zip(reference.layers, candidate.layers, strict=True)):
+        values = ours.numpy().astype(np.float64)
+        given = theirs.numpy()[index].astype(np.float64)
+        tally.close(f"{HIDDEN}.{number}", place, owners, values, given, row_sizes(values))
 
 
 def _compare_draws(

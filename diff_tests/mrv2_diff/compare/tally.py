@@ -11,9 +11,11 @@ import numpy as np
 import numpy.typing as npt
 
 from mrv2_diff.record import Agreement
-from mrv2_diff.verdict import Divergence
+from mrv2_diff.verdict import Divergence, Neighbour
 
 CHAIN = (
+    "plan",
+    "layout",
     "input_ids",
     "positions",
     "seq_lens",
@@ -27,7 +29,15 @@ CHAIN = (
     "output",
     "ledger",
 )
-"""The compared values, in the order in which a step makes them."""
+"""The compared values, in the order in which a step makes them. Hidden states by layer, where they
+are asked for, come before the logits."""
+
+BLOCKS = "block_tables"
+"""Blocks that attention reads. Compared behind the slots, on a CPU."""
+HIDDEN = "hidden_states"
+"""Name of a layer's hidden states is this, a dot, and the number of the layer."""
+_AROUND = 3
+"""Values on each side of a divergence that are kept with it."""
 
 Array = npt.NDArray[np.generic]
 FloatArray = npt.NDArray[np.float64]
@@ -228,16 +238,34 @@ class Tally:
         if self.first is not None:
             return
         index = tuple(int(axis[0]) for axis in np.nonzero(wrong))
+        first_row = owners.index(owners[index[0]])
         self.first = Divergence(
             mode=place.mode,
             step=place.step,
             value=value,
             req_id=owners[index[0]],
-            index=index[0] - owners.index(owners[index[0]]) if len(index) == 1 else index[-1],
+            index=index[0] - first_row if len(index) == 1 else index[-1],
             reference=str(reference[index]),
             candidate=str(candidate[index]),
             policy=policy,
+            around=_around(index, owners, reference, candidate),
         )
+
+
+def _around(
+    index: tuple[int, ...], owners: list[str], reference: Array, candidate: Array
+) -> tuple[Neighbour, ...]:
+    """Return the values around one: of its row, or of its request where each row is one value."""
+    if len(index) == 1:
+        owner = owners[index[0]]
+        rows = [row for row, name in enumerate(owners) if name == owner]
+        reference, candidate, place = reference[rows], candidate[rows], rows.index(index[0])
+    else:
+        reference, candidate, place = reference[index[:-1]], candidate[index[:-1]], index[-1]
+    return tuple(
+        Neighbour(index=at, reference=str(reference[at]), candidate=str(candidate[at]))
+        for at in range(max(0, place - _AROUND), min(len(reference), place + _AROUND + 1))
+    )
 
 
 def _difference(reference: FloatArray, candidate: FloatArray) -> FloatArray:

@@ -47,6 +47,17 @@ def v1_runner_class() -> Any:
     return resolve_obj_by_qualname(V1_RUNNERS[kind()])
 
 
+def settle_interpreter() -> None:
+    """Take back what vLLM concludes too much where Triton is interpreted.
+
+    Its kernel for top-k and top-p does not run so; it has operations of torch in its place, as on a
+    CPU without Triton.
+    """
+    from vllm.v1.sample.ops import topk_topp_sampler
+
+    topk_topp_sampler.HAS_TRITON = False
+
+
 def check_graphs(graphs: str) -> None:
     """Refuse CUDA graphs where there is no CUDA device.
 

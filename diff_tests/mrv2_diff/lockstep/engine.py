@@ -1,6 +1,7 @@
 """One vLLM engine in this process, driven event by event, with a lockstep worker inside."""
 
 import os
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,6 +16,7 @@ import torch  # noqa: E402
 from vllm import LLM, SamplingParams  # noqa: E402
 from vllm.distributed import cleanup_dist_env_and_memory  # noqa: E402
 from vllm.sampling_params import StructuredOutputsParams  # noqa: E402
+from vllm.v1.request import RequestStatus  # noqa: E402
 
 from mrv2_diff.case import Abort, Add, EngineSpec, Event  # noqa: E402
 from mrv2_diff.lockstep import device  # noqa: E402
@@ -30,6 +32,12 @@ _MAX_IDLE_STEPS = 3
 
 More means that the workload does not fit.
 """
+
+
+_PAUSE = 0.01
+"""Seconds between looks at a grammar that is being compiled."""
+_MAX_GRAMMAR_SECONDS = 60.0
+"""From the start of a workload; then it counts as a request that cannot be scheduled."""
 
 
 class LockstepEngine:
@@ -101,16 +109,28 @@ class LockstepEngine:
 
     def _drive(self, events: tuple[Event, ...]) -> None:
         waiting, step, idle = list(events), 0, 0
+        deadline = time.monotonic() + _MAX_GRAMMAR_SECONDS
         while waiting or self._core.scheduler.has_requests():
             while waiting and waiting[0].step <= step:
                 self._apply(waiting.pop(0))
             _, executed = self._core.step_fn()
+            if self._waits_for_grammar() and time.monotonic() < deadline:
+                time.sleep(_PAUSE)  # a thread compiles it, and no step goes faster for that
+                continue
             idle = 0 if executed or not self._core.scheduler.has_unfinished_requests() else idle + 1
             if idle > _MAX_IDLE_STEPS:
                 raise RuntimeError(
                     "requests wait and nothing can be scheduled; give the case's engine more blocks"
                 )
             step += 1
+
+    def _waits_for_grammar(self) -> bool:
+        """Say whether no request runs and one waits until its grammar is compiled."""
+        scheduler = self._core.scheduler
+        waiting = RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR
+        return not scheduler.running and any(
+            request.status == waiting for request in scheduler.requests.values()
+        )
 
     def _apply(self, event: Event) -> None:
         if isinstance(event, Abort):

@@ -7,7 +7,7 @@ runner that this harness built itself. Ours reports through its trace.
 
 import gc
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import numpy as np
@@ -26,16 +26,17 @@ from mrv2.trace import Probe
 from mrv2_compat.vllm_v1.refusals import config_refusals
 from mrv2_compat.vllm_v1.runner import VllmRunner
 from mrv2_diff.lockstep import device
-from mrv2_diff.observation import Ints, Observation, ObservedLogprobs
-
-POISON = 977.0
-"""Far from any key or value, and finite.
-
-Attention multiplies what it masks by 0, and 0 times NaN would be NaN in both runners.
-"""
-
-Forced = Mapping[str, int]
-"""Token to commit for each request that draws one."""
+from mrv2_diff.lockstep.upstream import VllmV2Subject
+from mrv2_diff.lockstep.values import (
+    Forced,
+    block_sizes_of,
+    ints,
+    poison,
+    prompt_logprobs_of,
+    rows_of_logprobs,
+    used_blocks,
+)
+from mrv2_diff.observation import Observation, ObservedLogprobs
 
 
 class Subject(Protocol):
@@ -129,23 +130,31 @@ class V1Subject:
         processed = raw if self._processed is None else self._processed
         own = self._forcing.own_choice
         assert own is not None
+        seq_lens = ints(runner.seq_lens[:num_reqs])
+        tables = runner.input_batch.block_table.block_tables
+        on_cpu = all(table.block_table.gpu.device.type == "cpu" for table in tables)
         return Observation(
             req_ids=list(output.req_ids),
             query_lens=np.diff(query_start_loc),
-            input_ids=_ints(runner.input_ids.gpu[:num_tokens]),
-            positions=_ints(runner.positions[:num_tokens]),
-            seq_lens=_ints(runner.seq_lens[:num_reqs]),
-            slots=tuple(
-                _ints(table.slot_mapping.gpu[:num_tokens])
-                for table in runner.input_batch.block_table.block_tables
-            ),
+            input_ids=ints(runner.input_ids.gpu[:num_tokens]),
+            positions=ints(runner.positions[:num_tokens]),
+            seq_lens=seq_lens,
+            slots=tuple(ints(table.slot_mapping.gpu[:num_tokens]) for table in tables),
+            blocks=used_blocks(
+                [table.block_table.gpu for table in tables],
+                block_sizes_of(runner),
+                output.req_ids,
+                seq_lens,
+            )
+            if on_cpu
+            else {},
             draw_ids=[output.req_ids[index] for index in drawn],
             logits=raw.cpu()[drawn],
             processed_logits=processed.cpu()[drawn],
-            tokens=_ints(own)[drawn],
-            drawn=_ints(own)[drawn],
-            logprobs=_v1_logprobs(output, drawn),
-            prompt_logprobs=_prompt_logprobs(output),
+            tokens=ints(own)[drawn],
+            drawn=ints(own)[drawn],
+            logprobs=rows_of_logprobs(output, drawn),
+            prompt_logprobs=prompt_logprobs_of(output),
         )
 
     def ledger(self) -> dict[str, dict[str, object]]:
@@ -174,6 +183,11 @@ class V1Subject:
     def kv_tensors(self) -> list[Tensor]:
         """Return the KV cache of each layer."""
         return list(self.runner.kv_caches)
+
+    def logprobs_of(self, logits: Tensor) -> Tensor:
+        """Return V1's own logprobs of rows of logits, [num_rows, vocab_size]."""
+        logprobs: Tensor = self._forcing.compute_logprobs(logits)
+        return logprobs
 
     def attention(self) -> list[str]:
         """Return the names of the attention backends."""
@@ -249,7 +263,7 @@ class Mrv2Subject:
     def observation(self) -> Observation:
         """Return what the last step did, in our order."""
         assert self._output is not None
-        return self._trace.observation(self._output)
+        return self._trace.observation(self._output, block_sizes_of(self.runner))
 
     def ledger(self) -> dict[str, dict[str, object]]:
         """Return what the request ledger remembers."""
@@ -279,6 +293,7 @@ class Mrv2Subject:
 SUBJECTS: dict[str, Callable[[VllmConfig, torch.device], Subject]] = {
     "v1": V1Subject.build,
     "mrv2": Mrv2Subject.build,
+    "vllm-v2": VllmV2Subject,
 }
 """What can be a candidate, by the name of a pair."""
 
@@ -297,12 +312,6 @@ def initialize(subject: Subject, kv_cache_config: KVCacheConfig) -> None:
     subject.runner.initialize_kv_cache(kv_cache_config)
     if kv_cache_config.needs_kv_cache_zeroing:
         subject.runner._init_kv_zero_meta()
-
-
-def poison(tensors: list[Tensor]) -> None:
-    """Fill KV caches with `POISON`: a block that is read before it was written shows at once."""
-    for tensor in tensors:
-        tensor.fill_(POISON)
 
 
 class _ForcingSampler(nn.Module):
@@ -364,17 +373,18 @@ class StepCopies:
         elif isinstance(value, InputBatch):
             num_reqs = value.layout.num_reqs
             self._values |= {
-                "input_ids": _ints(value.input_ids),
-                "positions": _ints(value.positions),
-                "seq_lens": _ints(value.seq_lens[:num_reqs]),
-                "slots": tuple(_ints(slots) for slots in value.slots),
+                "input_ids": ints(value.input_ids),
+                "positions": ints(value.positions),
+                "seq_lens": ints(value.seq_lens[:num_reqs]),
+                "slots": tuple(ints(slots) for slots in value.slots),
+                "block_tables": tuple(table[:num_reqs].clone() for table in value.block_tables),
             }
         elif probe in ("logits", "processed_logits") and isinstance(value, Tensor):
             self._values[probe] = value.float().clone()
         elif isinstance(value, SamplerOutput):
-            self._values["tokens"] = _ints(value.token_ids)
+            self._values["tokens"] = ints(value.token_ids)
 
-    def observation(self, output: ModelRunnerOutput) -> Observation:
+    def observation(self, output: ModelRunnerOutput, block_sizes: list[int]) -> Observation:
         """Return what was returned, with the copies of what it came from.
 
         Tokens and logprobs are taken from the output as vLLM's scheduler takes them. The copies are
@@ -395,13 +405,16 @@ class StepCopies:
             positions=values["positions"],
             seq_lens=values["seq_lens"],
             slots=values["slots"],
+            blocks=used_blocks(
+                values["block_tables"], block_sizes, list(layout.req_ids), values["seq_lens"]
+            ),
             draw_ids=draw_ids,
             logits=values["logits"].cpu()[rows],
             processed_logits=values["processed_logits"].cpu()[rows],
             tokens=np.array([token for _, token in returned], dtype=np.int64),
             drawn=values["tokens"][rows],
             logprobs=_returned_logprobs(output),
-            prompt_logprobs=_prompt_logprobs(output),
+            prompt_logprobs=prompt_logprobs_of(output),
         )
 
 
@@ -410,35 +423,6 @@ def _draw_ids(layout: Any) -> list[str]:
     return [
         req_id for req_id, count in zip(layout.req_ids, counts, strict=True) for _ in range(count)
     ]
-
-
-def _ints(tensor: Tensor) -> Ints:
-    return tensor.cpu().numpy().astype(np.int64, copy=True)
-
-
-def _v1_logprobs(output: ModelRunnerOutput, drawn: list[int]) -> ObservedLogprobs | None:
-    if output.logprobs is None:
-        return None
-    token_ids, values, ranks, cu = output.logprobs
-    rows = drawn if cu is None else [cu[index] for index in drawn]
-    return ObservedLogprobs(
-        token_ids=np.asarray(token_ids)[rows].astype(np.int64),
-        values=np.asarray(values)[rows].astype(np.float32),
-        ranks=np.asarray(ranks)[rows].astype(np.int64),
-    )
-
-
-def _prompt_logprobs(output: ModelRunnerOutput) -> dict[str, ObservedLogprobs]:
-    """Return copies of the prompts' logprobs that a step returned."""
-    return {
-        req_id: ObservedLogprobs(
-            token_ids=_ints(scores.logprob_token_ids),
-            values=scores.logprobs.cpu().numpy().astype(np.float32, copy=True),
-            ranks=_ints(scores.selected_token_ranks),
-        )
-        for req_id, scores in output.prompt_logprobs_dict.items()
-        if scores is not None
-    }
 
 
 def _returned_logprobs(output: ModelRunnerOutput) -> ObservedLogprobs | None:

@@ -9,7 +9,7 @@ import copy
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -21,6 +21,7 @@ from vllm.v1.outputs import ModelRunnerOutput
 
 from mrv2.errors import UnsupportedByRunner
 from mrv2_diff.lockstep import device
+from mrv2_diff.lockstep.layers import LayerCopies
 from mrv2_diff.lockstep.schedules import SCHEDULES, Schedule
 from mrv2_diff.lockstep.subjects import SUBJECTS, Subject, V1Subject, initialize, load
 from mrv2_diff.observation import Observation, merge
@@ -49,7 +50,10 @@ class StepReport:
 
     number: int
     scheduler_output: SchedulerOutput
+    driver: Observation | None
+    """V1's, whose tokens the engine goes on with."""
     reference: Observation | None
+    """The same, unless the candidate is compared with another runner than V1."""
     candidate: Observation | None
     candidate_ran: bool
     """False if the candidate crashed in this step or before."""
@@ -76,8 +80,10 @@ class Pass:
     """How the engine's next steps are run."""
 
     candidate: str
+    reference: str = "v1"
+    """Any but V1 runs beside V1, which drives the engine; its failure is the pass's."""
     forced: bool
-    """Commit the reference's tokens in the candidate."""
+    """Commit V1's tokens in the others."""
     schedule: "str | Schedule" = "same"
     """In which form the candidate is given each step; a name is one of `SCHEDULES`."""
     beside: str | None = None
@@ -87,6 +93,8 @@ class Pass:
     alternate: bool = False
     """Let the candidate go first in every other step, for fair timing; only without forcing
     and without grammars, whose masks come with the step's second half."""
+    layers: bool = False
+    """Whether observations have the hidden states behind each layer; only for eager steps."""
     wrap: Wrap | None = None
     listener: Callable[[StepReport], None]
 
@@ -107,8 +115,12 @@ class LockstepWorker(_Worker):
         self._pass: Pass | None = None
         self._steps: list[SchedulerOutput] = []
         self._steps_beside: list[SchedulerOutput] = []
+        self._copy: SchedulerOutput | None = None
+        """The step, for a reference that is not V1."""
         self._number = 0
         self._report: StepReport | None = None
+        self._layers: dict[int, LayerCopies] = {}
+        """Of the subjects of the pass, by their identity."""
         self.crash: str | None = None
         self.refusal: UnsupportedByRunner | None = None
 
@@ -122,6 +134,10 @@ class LockstepWorker(_Worker):
         self._pass, self._number, self.crash, self.refusal = settings, 0, None, None
         self._reference.reset()
         self._reference.observe(settings.observe)
+        if settings.reference != "v1":
+            beside = self.candidate(settings.reference)
+            beside.reset()
+            beside.observe(settings.observe)
         try:
             for name in filter(None, (settings.candidate, settings.beside)):
                 subject = self.candidate(name)
@@ -132,6 +148,9 @@ class LockstepWorker(_Worker):
             raise
         except Exception:  # noqa: BLE001 - as in `_contained`
             self._crashed()
+        names = {settings.reference, settings.candidate} if settings.layers else set()
+        beside_v1 = [subject for name, subject in self._candidates.items() if name in names]
+        self._watch_layers([self._reference, *beside_v1] if names else [])
 
     def end(self) -> None:
         """Leave the pass.
@@ -206,7 +225,8 @@ class LockstepWorker(_Worker):
         self._steps = [] if self.crash else play(copy.deepcopy(scheduler_output))
         has_beside = settings.beside is not None and not self.crash
         self._steps_beside = [copy.deepcopy(scheduler_output)] if has_beside else []
-        self._report = StepReport(self._number, scheduler_output, None, None, False, None)
+        self._copy = copy.deepcopy(scheduler_output) if settings.reference != "v1" else None
+        self._report = StepReport(self._number, scheduler_output, None, None, None, False, None)
         self._number += 1
         if settings.alternate and self._number % 2:
             self._contained(lambda: self._run_candidate(None, None))
@@ -227,14 +247,14 @@ class LockstepWorker(_Worker):
             "reference", "sample", lambda: self._reference.sample(None, grammar_output)
         )
         if settings.observe:
-            report.reference = self._reference.observation()
+            report.driver = report.reference = self._observed(self._reference)
+        drawn = zip(output.req_ids, output.sampled_token_ids, strict=True)
+        forced = (
+            {req_id: tokens[0] for req_id, tokens in drawn if tokens} if settings.forced else None
+        )
+        if self._copy is not None:
+            self._run_other_reference(self._copy, forced, grammar_output)
         if self._steps:
-            drawn = zip(output.req_ids, output.sampled_token_ids, strict=True)
-            forced = (
-                {req_id: tokens[0] for req_id, tokens in drawn if tokens}
-                if settings.forced
-                else None
-            )
             self._contained(lambda: self._run_candidate(forced, grammar_output))
         self._tell()
         return output
@@ -250,7 +270,37 @@ class LockstepWorker(_Worker):
                 subject.runner.capture_model()  # the worker does it for the reference alone
         return subject
 
+    def _observed(self, subject: Subject) -> Observation:
+        observation, copies = subject.observation(), self._layers.get(id(subject))
+        if copies is None:
+            return observation
+        return replace(observation, layers=copies.take(len(observation.input_ids)))
+
+    def _watch_layers(self, subjects: list[Subject]) -> None:
+        """Copy hidden states by layer of these subjects, and of no others any more."""
+        for copies in self._layers.values():
+            copies.close()
+        self._layers = {
+            id(subject): LayerCopies(subject.runner.get_model()) for subject in subjects
+        }
+
+    def _run_other_reference(
+        self, step: SchedulerOutput, forced: dict[str, int] | None, grammar: GrammarOutput | None
+    ) -> None:
+        """Run a step in the reference where that is not V1."""
+        settings, report = self._pass, self._report
+        assert settings is not None
+        assert report is not None
+        subject, state = self.candidate(settings.reference), device.random_state(self.device)
+        report.reference = None
+        if subject.execute(step) is None:
+            subject.sample(forced, grammar)
+            report.reference = self._observed(subject) if settings.observe else None
+        device.restore_random_state(self.device, state)
+
     def _finish_empty(self) -> None:
+        if self._copy is not None:
+            self._run_other_reference(self._copy, None, None)
         self._contained(self._run_empty)
         self._tell()
 
@@ -311,7 +361,7 @@ class LockstepWorker(_Worker):
                 continue
             self._timed("candidate", "sample", lambda: candidate.sample(forced, grammar))
             if settings.observe:
-                parts.append(candidate.observation())
+                parts.append(self._observed(candidate))
         self._steps = []
         device.restore_random_state(self.device, state)
         if parts:
@@ -330,9 +380,14 @@ class LockstepWorker(_Worker):
     def _read_ledgers(self) -> None:
         assert self._pass is not None
         assert self._report is not None
+        reference: Subject = (
+            self._reference
+            if self._pass.reference == "v1"
+            else self.candidate(self._pass.reference)
+        )
         candidate = self.candidate(self._pass.candidate)
-        beside = self._pass.beside
-        reference = self._reference if beside is None else self.candidate(beside)
+        if self._pass.beside is not None:
+            reference = self.candidate(self._pass.beside)
         self._report.ledgers = reference.ledger(), candidate.ledger()
 
     def _tell(self) -> None:

@@ -14,6 +14,7 @@ from mrv2_diff.report.figures import (
     number_text,
     ratio_text,
 )
+from mrv2_diff.report.pairs import PairsTable
 from mrv2_diff.report.summary import cases_text, counts_text, verdict_text
 from mrv2_diff.selftest.result import Head
 from mrv2_diff.verdict import Verdict
@@ -70,6 +71,17 @@ def section(records: Sequence[Record], title: str, absent: Sequence[Record] = ()
     for environment in environments(records):
         facts = ", ".join(f"{name} {value}" for name, value in environment.facts.items())
         lines.append(f"- {cases_text(environment.cases)}: {escape(facts)}")
+    return "\n".join(lines) + "\n"
+
+
+def pairs_section(table: PairsTable, title: str = "Case by pair") -> str:
+    """Return the table of cases by pairs, with its heading."""
+    head = ["Case", *(" and ".join(pair) for pair in table.pairs)]
+    lines = [f"## {escape(title)}", "", "| " + " | ".join(map(escape, head)) + " |"]
+    lines.append("|" + "---|" * len(head))
+    for case_id, records in table.rows:
+        verdicts = [verdict_text(kept.verdict) if kept else MISSING for kept in records]
+        lines.append("| " + " | ".join([escape(case_id), *verdicts]) + " |")
     return "\n".join(lines) + "\n"
 
 

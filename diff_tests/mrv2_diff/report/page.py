@@ -9,6 +9,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from mrv2_diff.record import Agreement, Cost, Memory, Record
 from mrv2_diff.report import figures, plots
 from mrv2_diff.report.environments import environments, pairs_text
+from mrv2_diff.report.pairs import PairsTable, pairs_table
 from mrv2_diff.report.summary import budgets_line, counts, verdict_text
 from mrv2_diff.selftest.result import Head
 from mrv2_diff.verdict import Verdict
@@ -117,8 +118,11 @@ def page(records: Sequence[Record], tested: Head | None = None) -> str:
     """Return the whole page; `tested` says how far the harness can be trusted."""
     cases = [_case(place, record) for place, record in enumerate(records)]
     heads = [case.head for case in cases]
+    table = pairs_table(records)
     return _templates().get_template("index.html").render(
         areas=_by_area(cases),
+        pair_names=[" and ".join(pair) for pair in table.pairs] if table else [],
+        pair_rows=_pair_rows(table, cases) if table else [],
         failures=[case for case in cases if not case.record.verdict.passes],
         total=len(cases),
         at_fault=sum(_TONES.get(record.verdict) == "theirs" for record in records),
@@ -203,6 +207,17 @@ def _memory(reference: Memory | None, candidate: Memory | None) -> list[MemoryVi
             )
         )
     return rows
+
+
+def _pair_rows(
+    table: PairsTable, cases: Sequence[CaseView]
+) -> list[tuple[str, list[CaseView | None]]]:
+    """Return each case's id and what the page shows of it on each pair."""
+    views = {id(case.record): case for case in cases}
+    return [
+        (case_id, [views.get(id(kept)) if kept else None for kept in records])
+        for case_id, records in table.rows
+    ]
 
 
 def _phases(reference: Memory | None, candidate: Memory | None) -> list[PhaseView]:

@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from mrv2_diff.case import EngineSpec
 from mrv2_diff.lockstep.engine import LockstepEngine
-from mrv2_diff.lockstep.subjects import poison
+from mrv2_diff.lockstep.values import poison
 from mrv2_diff.models.checkpoint import cached_model
 from mrv2_diff.models.spec import ModelSpec
 from mrv2_diff.models.tokenizer import EOS_ID, VOCAB_SIZE

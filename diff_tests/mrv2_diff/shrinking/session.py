@@ -7,6 +7,7 @@ from dataclasses import replace
 from mrv2_diff.case import Case, EngineSpec
 from mrv2_diff.case_file import CaseFile, Found
 from mrv2_diff.compare.right import parameters_of
+from mrv2_diff.harness import UPSTREAM
 from mrv2_diff.lockstep.worker import HarnessError
 from mrv2_diff.record import Record
 from mrv2_diff.run import CaseRunner, RunRequest
@@ -23,7 +24,12 @@ def shrink_cases(request: ShrinkRequest, say: Say) -> Iterator[Result]:
         ConfigError: An engine does not start, or a case names a fault that there is not.
     """
     run = RunRequest(
-        cases=(), pair=request.pair, model=request.model, graphs=request.graphs, measures=False
+        cases=(),
+        pair=request.pair,
+        model=request.model,
+        graphs=request.graphs,
+        measures=False,
+        small=UPSTREAM in request.pair,
     )
     with CaseRunner(run) as runner:
         for case in runner.ordered(request.cases):

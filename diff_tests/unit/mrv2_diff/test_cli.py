@@ -1,5 +1,6 @@
 """The command line: exit codes, last lines, and what happens to records when things go wrong."""
 
+import itertools
 import json
 import re
 import resource
@@ -17,7 +18,7 @@ import pytest
 from mrv2.errors import ConfigError, UnsupportedByRunner
 from mrv2_diff import case_file, help_texts
 from mrv2_diff import record as records_file
-from mrv2_diff.case import Add, Case, EngineSpec
+from mrv2_diff.case import Add, Case, EngineSpec, Event
 from mrv2_diff.case_file import CaseFile
 from mrv2_diff.cli import TRACEBACK_VAR, main
 from mrv2_diff.device_bench.bench import Outcome
@@ -39,8 +40,8 @@ from mrv2_diff.harness import (
     installed_harness,
 )
 from mrv2_diff.models import ModelSpec, make_model
-from mrv2_diff.progress import BarProgress, LineProgress
-from mrv2_diff.record import Cost, Record
+from mrv2_diff.progress import BarProgress, CaseLines, LineProgress
+from mrv2_diff.record import Agreement, Cost, Record
 from mrv2_diff.schedules import actions as act
 from mrv2_diff.schedules.result import Failure, InvarianceResult, Row, SoakResult, summary
 from mrv2_diff.selftest import result as tested
@@ -49,7 +50,8 @@ from mrv2_diff.selftest.result import AlikeRun, Finding, SelfTest
 from mrv2_diff.shrinking.request import Result, ShrinkRequest
 from mrv2_diff.shrinking.search import Shrunk
 from mrv2_diff.shrinking.signature import Signature, Vote
-from mrv2_diff.verdict import Verdict
+from mrv2_diff.small import small_form
+from mrv2_diff.verdict import Divergence, Neighbour, Verdict
 
 MakeRecord = Callable[..., Record]
 MakeCosts = Callable[..., tuple[Cost, ...]]
@@ -164,7 +166,9 @@ class FakeHarness:
 
     def run(self, selection: Selection, on_step: OnStep) -> Iterator[Record]:
         self.selections.append(selection)
-        for case in selection.cases:
+        form = {"form": "small"} if selection.small else {}
+        form |= {"layers": "compared"} if selection.layers else {}
+        for case, pair in itertools.product(selection.cases, selection.pairs):
             on_step(case.id, 0)
             if case.id in self.fails_at:
                 raise self.fails_at[case.id]
@@ -172,10 +176,10 @@ class FakeHarness:
             yield self.make_record(
                 id=case.id,
                 area=case.area,
-                pair=selection.pair,
+                pair=pair,
                 verdict=self.verdicts.get(case.id, Verdict.MATCH),
                 summary="what happened" + "." * self.padding,
-                environment=self.environment,
+                environment={**self.environment, **form},
                 costs=self.costs.get(case.id, ()),
             )
 
@@ -381,7 +385,19 @@ def test_a_case_without_a_record_fails_the_run(
     [
         (["--case", "gredy"], "no case is called 'gredy'; choose from: greedy, seeded, churn"),
         (["--area", "row"], "no area is called 'row'; choose from: rows, sampling"),
-        (["--pair", "v1,v3"], "no pair is called 'v1,v3'; choose v1,mrv2 or v1,v1"),
+        (
+            ["--pair", "v1,v3"],
+            "no pair is called 'v1,v3'; choose v1,mrv2 or v1,v1 or v1,vllm-v2 or mrv2,vllm-v2",
+        ),
+        (["--runners", "v1,v3"], "no runner is called 'v3'; choose from: v1, mrv2, vllm-v2"),
+        (["--runners", "v1"], "--runners v1 makes no pair; name two or three of v1, mrv2, vllm-v2"),
+        (["--runners", "v1,v1"], "--runners v1,v1 makes no pair"),
+        (["--runners", "v1,vllm-v2"], "nothing is left of these cases in a small form"),
+        (
+            ["--pair", "v1,vllm-v2", "--case", "greedy"],
+            "nothing is left of greedy in a small form: each needs a greedy request",
+        ),
+        (["--layers", "--graphs", "FULL_DECODE_ONLY"], "--layers looks into each forward"),
         (["--model", "nowhere"], "model folder nowhere does not exist or is a file; name a folder"),
     ],
 )
@@ -513,6 +529,112 @@ def test_resume_takes_only_records_of_the_same_pair_and_model(
     labels = [record.environment["model"] for record in records_file.read(out / "records.jsonl")]
     assert len(set(labels)) == 3
     assert str(tmp_path) not in " ".join(labels)
+
+
+def _one_greedy() -> tuple[Event, ...]:
+    return (Add(step=0, req_id="a", prompt=(1, 2), max_tokens=3),)
+
+
+@pytest.fixture
+def greedy_catalog(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let two cases of the catalog have a greedy request, and with it a small form."""
+    for name in ("greedy", "churn"):
+        monkeypatch.setitem(CATALOG, name, replace(CATALOG[name], workload=_one_greedy))
+
+
+@pytest.mark.usefixtures("greedy_catalog")
+def test_three_runners_are_compared_pair_by_pair_on_small_cases(
+    fake: FakeHarness, tmp_path: Path, capsys: Capture
+) -> None:
+    fake.verdicts["churn"] = Verdict.NEAR_TIE
+    assert fake("run", "--runners", "vllm-v2,v1,mrv2", "--out", tmp_path) == 0
+    (selection,) = fake.selections
+    assert selection.pairs == (("v1", "mrv2"), ("v1", "vllm-v2"), ("mrv2", "vllm-v2"))
+    assert selection.small
+    assert fake.ran == ["greedy"] * 3 + ["churn"] * 3
+    printed = capsys.readouterr().out.splitlines()
+    assert [re.split("  +", line) for line in printed[-4:-1]] == [
+        ["case", "v1,mrv2", "v1,vllm-v2", "mrv2,vllm-v2"],
+        ["greedy", "match", "match", "match"],
+        ["churn", "near tie", "near tie", "near tie"],
+    ]
+    assert printed[-1] == "parity: 6 cases, 3 match, 3 near tie"
+    assert len(list(records_file.read(tmp_path / "records.jsonl"))) == 6
+
+
+@pytest.mark.usefixtures("greedy_catalog")
+def test_small_and_whole_records_of_a_case_stand_beside_each_other(
+    fake: FakeHarness, tmp_path: Path
+) -> None:
+    options = ("--out", tmp_path, "--case", "greedy", "--resume")
+    for _ in range(2):
+        assert fake("run", *options) == 0
+        assert fake("run", *options, "--small") == 0
+    assert fake.ran == ["greedy"] * 2
+    assert [selection.small for selection in fake.selections] == [False, True]
+    assert len(list(records_file.read(tmp_path / "records.jsonl"))) == 2
+
+
+@pytest.mark.usefixtures("greedy_catalog")
+def test_a_case_is_resumed_with_all_its_pairs(fake: FakeHarness, tmp_path: Path) -> None:
+    options = ("--out", tmp_path, "--case", "greedy", "--resume")
+    assert fake("run", *options, "--pair", "v1,vllm-v2") == 0
+    assert fake("run", *options, "--runners", "v1,mrv2,vllm-v2") == 0
+    assert fake.ran == ["greedy"] * 4
+    assert fake("run", *options, "--runners", "v1,mrv2,vllm-v2") == 0
+    assert fake.ran == ["greedy"] * 4
+
+
+def test_the_referee_is_asked_on_request(fake: FakeHarness, tmp_path: Path) -> None:
+    fake("run", "--out", tmp_path)
+    fake("run", "--out", tmp_path, "--referee")
+    assert [selection.referee for selection in fake.selections] == [False, True]
+
+
+def test_layers_are_compared_on_request_and_resumed_apart(
+    fake: FakeHarness, tmp_path: Path
+) -> None:
+    options = ("--out", tmp_path, "--case", "greedy", "--resume")
+    for layers in ((), ("--layers",), ("--layers",)):
+        assert fake("run", *options, *layers) == 0
+    assert [selection.layers for selection in fake.selections] == [False, True]
+
+
+@pytest.mark.usefixtures("greedy_catalog")
+def test_a_small_case_that_fails_on_several_pairs_is_kept_for_each(
+    fake: FakeHarness, tmp_path: Path
+) -> None:
+    fake.verdicts["greedy"] = Verdict.WRONG_VALUE
+    options = ("--out", tmp_path, "--case", "greedy")
+    assert fake("run", *options, "--runners", "v1,mrv2,vllm-v2") == 1
+    kept = {file.name: case_file.read(file) for file in (tmp_path / "failing").iterdir()}
+    assert {name: one.pair for name, one in kept.items()} == {
+        "greedy.json": ("v1", "mrv2"),
+        "greedy.v1-vllm-v2.json": ("v1", "vllm-v2"),
+        "greedy.mrv2-vllm-v2.json": ("mrv2", "vllm-v2"),
+    }
+    assert all(
+        one.case.workload() == small_form(CATALOG["greedy"]).workload() for one in kept.values()
+    )
+
+
+def test_a_cases_line_says_what_its_floats_required(make_record: MakeRecord) -> None:
+    agreements = {
+        "tokens": Agreement(compared=9, differing=0, max_abs_diff=0, required_tolerance=0,
+                            policy="exact"),
+        "logprobs": Agreement(compared=9, differing=0, max_abs_diff=1e-7, required_tolerance=0.5,
+                              policy="at most 4"),
+    }  # fmt: skip
+    near = tuple(Neighbour(index=n, reference=str(n), candidate=str(n * n)) for n in range(3))
+    first = Divergence(mode="forced", step=0, value="logprobs", req_id="a", index=2,
+                       reference="2", candidate="4", policy="at most 4", around=near)  # fmt: skip
+    record = make_record(agreements=agreements, noise_floor={"logprobs": 2.0})
+    line = CaseLines(1).next(record)
+    assert line.endswith("required spacings: logprobs 0.5 (floor 2)")
+    failing = replace(record, verdict=Verdict.WRONG_VALUE, first_divergence=first)
+    lines = CaseLines(1).next(failing).splitlines()
+    assert len(lines) == 5
+    assert lines[-1].split() == ["2", "2", "4", "<"]
 
 
 def test_resume_takes_only_records_of_the_same_graphs(fake: FakeHarness, tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 
 from mrv2_diff.case import Abort, Add, Case, Departure, EngineSpec
 from mrv2_diff.compare.right import RightRows
@@ -22,6 +23,7 @@ from mrv2_diff.judge import (
 )
 from mrv2_diff.models.spec import ModelSpec
 from mrv2_diff.observation import Observation
+from mrv2_diff.referee import Ruling
 from mrv2_diff.verdict import Verdict
 
 Observe = Callable[..., Observation]
@@ -463,3 +465,75 @@ def test_a_departure_excuses_no_other_row(observe: Observe, verdict: Verdict) ->
     candidate = _cut(step, 4.0)
     candidate.processed_logits[0, 0] += 1.0
     assert _steps(_departing(verdict), _cut(step, 5.0), candidate)[0] is Verdict.WRONG_VALUE
+
+
+# The referee.
+
+
+def _ruling(reference_wrong: int, candidate_wrong: int) -> Ruling:
+    num_rows = reference_wrong + candidate_wrong
+    return Ruling(
+        num_disputed=num_rows,
+        num_ruled=num_rows,
+        reference_wrong=reference_wrong,
+        candidate_wrong=candidate_wrong,
+        both_wrong=0,
+        nearer={"reference": candidate_wrong, "candidate": reference_wrong},
+        distances=(900.0, 2.0),
+        limit=20.0,
+        dtype="float64",
+    )
+
+
+@pytest.mark.parametrize(
+    ("ruling", "verdict"),
+    [
+        (_ruling(2, 0), Verdict.REFERENCE_WRONG),
+        (_ruling(2, 1), Verdict.WRONG_VALUE),
+        (_ruling(0, 2), Verdict.WRONG_VALUE),
+    ],
+)
+def test_the_referee_must_clear_the_candidate_in_every_row(
+    observe: Observe, ruling: Ruling, verdict: Verdict
+) -> None:
+    reference = observe(num_logprobs=3)
+    candidate = observe(num_logprobs=3, logits=(reference.logits + 1.0).tolist())
+    outcome = _run(_outcome(ruling=ruling), reference, candidate)
+    found, summary = _judge(outcome)
+    assert found is verdict
+    assert "the referee (float64) is nearer" in summary
+
+
+def test_the_referee_excuses_no_other_value(observe: Observe) -> None:
+    reference = observe(num_logprobs=3)
+    candidate = dataclasses.replace(reference, positions=reference.positions + 1)
+    outcome = _run(_outcome(ruling=_ruling(2, 0)), reference, candidate)
+    assert _judge(outcome)[0] is Verdict.WRONG_VALUE
+
+
+def _with_a_wrong_layer(outcome: Outcome, observe: Observe) -> Outcome:
+    assert outcome.tally.bounds is not None
+    outcome.tally.bounds["hidden_states.0"] = 4.0
+    layer = torch.ones(4, 3)
+    reference = observe(num_logprobs=3, layers=(layer,))
+    candidate = observe(
+        num_logprobs=3, layers=(layer + 1.0,), logits=(reference.logits + 1.0).tolist()
+    )
+    return _run(outcome, reference, candidate)
+
+
+def test_hidden_states_are_judged_like_the_logits_that_they_make(observe: Observe) -> None:
+    outcome = _with_a_wrong_layer(_outcome(ruling=_ruling(2, 0)), observe)
+    assert outcome.tally.first is not None
+    assert outcome.tally.first.value == "hidden_states.0"
+    assert _judge(outcome)[0] is Verdict.REFERENCE_WRONG
+    assert _judge(_with_a_wrong_layer(_outcome(), observe))[0] is Verdict.WRONG_VALUE
+    noisy = _outcome(inconclusive="too much noise")
+    assert _judge(_with_a_wrong_layer(noisy, observe)) == (Verdict.INCONCLUSIVE, "too much noise")
+
+
+def test_sentences_name_the_reference(observe: Observe) -> None:
+    reference = observe(num_logprobs=3)
+    candidate = dataclasses.replace(reference, positions=reference.positions + 1)
+    outcome = _run(_outcome(reference="mrv2"), reference, candidate)
+    assert _judge(outcome)[1].endswith(", mrv2 has 7")

@@ -16,7 +16,7 @@ Observe = Callable[..., Observation]
 def _assert_equal(one: Observation, other: Observation) -> None:
     for field in dataclasses.fields(Observation):
         ours, theirs = getattr(one, field.name), getattr(other, field.name)
-        if field.name == "slots":
+        if field.name in ("slots", "layers"):
             assert [s.tolist() for s in ours] == [s.tolist() for s in theirs]
         elif field.name == "logprobs":
             assert (ours is None) == (theirs is None)
@@ -39,6 +39,7 @@ def _only(step: Observation, req_id: str) -> Observation:
         positions=step.positions[tokens],
         seq_lens=step.seq_lens[batch : batch + 1],
         slots=tuple(slots[tokens] for slots in step.slots),
+        layers=tuple(layer[torch.from_numpy(tokens)] for layer in step.layers),
         draw_ids=[req_id],
         logits=step.logits[draw : draw + 1],
         processed_logits=step.processed_logits[draw : draw + 1],

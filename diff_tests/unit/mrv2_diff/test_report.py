@@ -11,10 +11,11 @@ import pytest
 
 from mrv2_diff import record as records_file
 from mrv2_diff.record import Cost, HeldBy, PhasePeak, Quartiles, Record
-from mrv2_diff.report import figures, parity_line, plots, render, render_committed
+from mrv2_diff.report import figures, pairs_table, parity_line, plots, render, render_committed
+from mrv2_diff.report.figures import MISSING
 from mrv2_diff.report.markdown import escape
 from mrv2_diff.report.page import page
-from mrv2_diff.verdict import Divergence, Verdict
+from mrv2_diff.verdict import Divergence, Neighbour, Verdict
 
 MakeRecord = Callable[..., Record]
 MakeCosts = Callable[..., tuple[Cost, ...]]
@@ -365,6 +366,44 @@ def test_kept_records_with_graphs_have_a_table_of_their_own(
     assert "1 case: 1 match." in replayed
 
 
+def test_kept_records_of_three_runners_have_a_table_of_cases_by_pairs(
+    tmp_path: Path, make_record: MakeRecord
+) -> None:
+    file = tmp_path / "parity" / "0.32.0" / "cpu.jsonl"
+    records_file.append(file, make_record())
+    records_file.append(file, make_record(id="whole only"))
+    small = {"form": "small"}
+    for pair, verdict in (
+        (("v1", "mrv2"), Verdict.MATCH),
+        (("v1", "vllm-v2"), Verdict.KNOWN_DIFFERENCE),
+    ):
+        records_file.append(file, make_record(pair=pair, verdict=verdict, environment=small))
+    text = render_committed(tmp_path)
+    whole, first, _, table = text.split("## vLLM ")[1:]
+    assert whole.startswith("0.32.0, cpu: v1 and mrv2\n")
+    assert first.startswith("0.32.0, cpu: v1 and mrv2, small form\n")
+    assert "not run" not in first, "the whole cases are no record of the small ones"
+    assert table.startswith("0.32.0, cpu: case by pair, small form\n")
+    assert "| Case | v1 and mrv2 | v1 and vllm-v2 |" in table
+    assert "| sampling-greedy | match | known difference |" in table
+    assert "whole only" not in table
+
+
+def test_the_values_around_a_divergence_are_on_the_page(
+    tmp_path: Path, make_record: MakeRecord
+) -> None:
+    around = tuple(Neighbour(index=n, reference=f"r{n}", candidate=f"c{n}") for n in range(2))
+    first = Divergence(
+        mode="forced", step=3, value="slots", req_id="r-7", index=1, reference="r1",
+        candidate="c1", policy="exact", around=around,
+    )  # fmt: skip
+    render([make_record(verdict=Verdict.WRONG_VALUE, first_divergence=first)], tmp_path)
+    text = (tmp_path / "index.html").read_text()
+    assert "around it" in text
+    for name in ("r0", "c0", "r1", "c1"):
+        assert name in text
+
+
 def test_without_kept_records_the_page_says_so(tmp_path: Path) -> None:
     assert "No records are kept yet." in render_committed(tmp_path)
 
@@ -379,3 +418,43 @@ def test_a_page_marks_what_failed_and_nothing_that_passed(
     )
     theirs = verdict in (Verdict.REFERENCE_WRONG, Verdict.REFERENCE_CRASHED)
     assert ("in 1 the fault that it shows is the reference's" in text) is theirs
+
+
+# Three runners.
+
+
+def _of_three(make_record: MakeRecord) -> list[Record]:
+    pairs = (("v1", "mrv2"), ("v1", "vllm-v2"), ("mrv2", "vllm-v2"))
+    records = [
+        make_record(id=f"case_{number}", pair=pair) for number in (1, 2) for pair in pairs[:-1]
+    ]
+    wrong = make_record(id="case_2", pair=pairs[-1], verdict=Verdict.WRONG_VALUE)
+    return [*records, wrong]
+
+
+def test_three_runners_give_a_table_of_cases_by_pairs(
+    make_record: MakeRecord, tmp_path: Path
+) -> None:
+    records = _of_three(make_record)
+    table = pairs_table(records)
+    assert table is not None
+    assert [re.split("  +", line) for line in table.lines] == [
+        ["case", "v1,mrv2", "v1,vllm-v2", "mrv2,vllm-v2"],
+        ["case_1", "match", "match", MISSING],
+        ["case_2", "match", "match", "wrong value"],
+    ]
+    render(records, tmp_path)
+    parity = (tmp_path / "PARITY.md").read_text()
+    assert "| Case | v1 and mrv2 | v1 and vllm-v2 | mrv2 and vllm-v2 |" in parity
+    assert "| case_2 | match | match | wrong value |" in parity
+    assert parity.count("## Pair ") == 3
+    page = (tmp_path / "index.html").read_text()
+    assert "Case by pair" in page
+    assert page.count("case_2, mrv2 and vllm-v2") == 1
+
+
+def test_two_runners_give_none(make_record: MakeRecord, tmp_path: Path) -> None:
+    records = [make_record(), make_record(pair=("v1", "v1"))]
+    assert pairs_table(records) is None
+    render(records, tmp_path)
+    assert "Case by pair" not in (tmp_path / "index.html").read_text()

@@ -121,12 +121,15 @@ def test_a_step_without_draws_has_only_inputs(observe: Observe) -> None:
     )
     tally = _compare(chunk, chunk)
     assert tally.first is None
-    assert sorted(tally.totals) == ["input_ids", "positions", "seq_lens", "slots"]
+    inputs = ["input_ids", "layout", "plan", "positions", "seq_lens", "slots"]
+    assert sorted(tally.totals) == inputs
 
 
 # One value that differs.
 
 CHANGES: dict[str, Change] = {
+    "plan": lambda step: {"req_ids": ["a", "c"]},
+    "layout": lambda step: {"query_lens": np.array([2, 2])},
     "input_ids": lambda step: {"input_ids": np.add(step.input_ids, [0, 0, 1, 0])},
     "positions": lambda step: {"positions": np.add(step.positions, [0, 0, 1, 0])},
     "seq_lens": lambda step: {"seq_lens": np.add(step.seq_lens, [0, 1])},
@@ -157,8 +160,8 @@ def test_a_value_that_differs_alone_is_named(observe: Observe, value: str) -> No
     first = _first(tally)
     assert first.value == value
     assert (first.mode, first.step) == ("forced", 5)
-    if value != "output":
-        assert first.req_id == "b"
+    if value not in ("plan", "output"):
+        assert first.req_id == ("a" if value == "layout" else "b")
     assert [name for name, total in tally.totals.items() if total.differing] == [value]
 
 
@@ -282,7 +285,7 @@ def test_another_number_of_tokens_is_another_shape(observe: Observe) -> None:
         slots=tuple(slots[:3] for slots in step.slots),
     )
     first = _first(_compare(step, short))
-    assert (first.value, first.policy) == ("input_ids", "same shape")
+    assert (first.value, first.req_id, first.candidate) == ("layout", "b", "2")
 
 
 def test_another_number_of_kv_groups_is_another_shape(observe: Observe) -> None:
@@ -291,12 +294,12 @@ def test_another_number_of_kv_groups_is_another_shape(observe: Observe) -> None:
     assert (first.value, first.policy) == ("slots", "same shape")
 
 
-@pytest.mark.parametrize("field", ["req_ids", "draw_ids"])
-def test_other_requests_are_named(observe: Observe, field: str) -> None:
+@pytest.mark.parametrize(("field", "value"), [("req_ids", "plan"), ("draw_ids", "output")])
+def test_other_requests_are_named(observe: Observe, field: str, value: str) -> None:
     step = observe()
     others: dict[str, Any] = {field: ["a", "c"]}
     first = _first(_compare(step, dataclasses.replace(step, **others)))
-    assert first.value == "output"
+    assert first.value == value
     assert "['a', 'c'] in place of ['a', 'b']" in first.candidate
 
 
@@ -566,3 +569,55 @@ def test_prompt_logprobs_of_another_request_or_size_are_seen() -> None:
         PROMPT, token_ids=PROMPT.token_ids[1:], values=PROMPT.values[1:], ranks=PROMPT.ranks[1:]
     )
     assert _first(_of_prompts({"a": short})).value == OF_PROMPTS
+
+
+# Hidden states by layer.
+
+
+def _layers(step: Observation, *values: float) -> Observation:
+    num_tokens = len(step.input_ids)
+    layers = tuple(torch.full((num_tokens, 3), value) for value in values)
+    return dataclasses.replace(step, layers=layers)
+
+
+def _compare_with_layers(reference: Observation, candidate: Observation) -> Tally:
+    floats = ("logits", "processed_logits", "hidden_states.0", "hidden_states.1")
+    tally = Tally(dict.fromkeys(floats, 1.0))
+    compare_step(tally, Place("forced", 5), GREEDY, reference, candidate)
+    return tally
+
+
+def test_the_first_layer_that_differs_is_named_before_the_logits(observe: Observe) -> None:
+    step = _layers(observe(), 1.0, 2.0)
+    wrong = dataclasses.replace(
+        step,
+        layers=(step.layers[0], _changed(step.layers[1], (3, 2), 2.5)),
+        logits=_changed(step.logits, (1, 4), 5.5),
+    )
+    assert _compare_with_layers(step, step).first is None
+    first = _first(_compare_with_layers(step, wrong))
+    assert (first.value, first.req_id, first.index) == ("hidden_states.1", "b", 2)
+    assert (first.reference, first.candidate) == ("2.0", "2.5")
+    assert len(first.around) == 3
+
+
+def test_layers_are_compared_where_both_sides_have_them(observe: Observe) -> None:
+    step = observe()
+    assert _compare_with_layers(step, _layers(step, 1.0, 2.0)).first is None
+    first = _first(_compare_with_layers(_layers(step, 1.0, 2.0), _layers(step, 1.0)))
+    assert (first.value, first.candidate) == ("hidden_states", "1 layers in place of 2")
+
+
+# Blocks that attention reads.
+
+
+def test_a_block_that_is_only_read_is_compared_behind_the_slots(observe: Observe) -> None:
+    blocks = {"a": (np.array([4, 5]), np.array([7])), "b": (np.array([8]), np.array([9]))}
+    step = observe(blocks=blocks)
+    assert _compare(step, step).totals["block_tables"].compared == 5
+    wrong = dataclasses.replace(step, blocks={**blocks, "b": (np.array([8]), np.array([3]))})
+    first = _first(_compare(step, wrong))
+    assert (first.value, first.req_id, first.index) == ("block_tables", "b", 1)
+    later = dataclasses.replace(wrong, logits=_changed(step.logits, (1, 4), 5.5))
+    assert _first(_compare(step, later)).value == "block_tables"
+    assert "block_tables" not in _compare(step, observe()).totals

@@ -184,3 +184,35 @@ def test_what_one_side_lacks_is_named_as_such(tally: Tally) -> None:
     assert tally.first is not None
     assert (tally.first.policy, tally.first.candidate) == ("present", "only V1 ran this step")
     assert tally.totals["output"].compared == 0
+
+
+# What is kept around a divergence.
+
+
+def test_the_values_around_a_divergence_are_those_of_its_request(tally: Tally) -> None:
+    owners = ["a", *["b"] * 8]
+    reference = np.array([9, 0, 1, 2, 3, 4, 5, 6, 7])
+    tally.exact("positions", PLACE, owners, reference, reference + np.eye(9, dtype=int)[2])
+    first = tally.first
+    assert first is not None
+    assert [near.index for near in first.around] == [0, 1, 2, 3, 4]
+    assert [near.reference for near in first.around] == ["0", "1", "2", "3", "4"]
+    assert [near.candidate for near in first.around] == ["0", "2", "2", "3", "4"]
+    assert first.around_lines(("v1", "mrv2")) == [
+        "at  v1  mrv2",
+        " 0   0     0",
+        " 1   1     2  <",
+        " 2   2     2",
+        " 3   3     3",
+        " 4   4     4",
+    ]
+
+
+def test_the_values_around_a_logit_are_those_of_its_row(tally: Tally) -> None:
+    row = [float(value) for value in range(12)]
+    changed = [*row[:10], 99.0, row[11]]
+    _close(tally, [row, row], [row, changed])
+    first = tally.first
+    assert first is not None
+    assert [near.index for near in first.around] == [7, 8, 9, 10, 11]
+    assert first.around[3].candidate == "99.0"
