@@ -279,7 +279,7 @@ class Runner:
         """Queue a whole step, its commit included, in one launch."""
         graphs = self._replayed
         slot = self._ring.begin(layout.num_reqs)
-        graphs.replay(layout, key)
+        graphs.replay(key)
         if self.trace.wants("batch"):
             step = graphs.values(layout, key)
             self.trace.record("batch", step.batch)

@@ -184,6 +184,7 @@ def _start(engine: LockstepEngine, watch: AllocationWatch, side: str, name: str)
         gc.collect()
 
 
-def sides(candidate: str) -> dict[str, str]:
+def sides(candidate: str, reference: str = "v1") -> dict[str, str]:
     """Return the names of both runners in a record, by side."""
-    return {"reference": "v1", "candidate": candidate if candidate != "v1" else "v1 again"}
+    name = candidate if candidate != reference else f"{reference} again"
+    return {"reference": reference, "candidate": name}

@@ -495,7 +495,7 @@ class _Bench:
             layers=self._request.layers,
         )
         engine.run(events, settings)
-        _count_modes(outcome, engine, candidate)
+        _count_modes(outcome, engine, played)
         if first:
             outcome.events["aborts"] = engine.num_aborted
         if engine.worker.refusal is not None:
@@ -680,12 +680,16 @@ def _count_events(events: dict[str, int], report: StepReport) -> None:
         events[kind] = events.get(kind, 0) + count
 
 
-def _count_modes(outcome: Outcome, engine: LockstepEngine, candidate: str) -> None:
-    """Add how the steps of a pass that has just ended reached the device."""
-    subjects: dict[str, Subject] = {"reference": engine.worker.reference}
-    if engine.worker.crash is None:
-        subjects["candidate"] = engine.worker.candidate(candidate)
-    names = sides(candidate)
+def _count_modes(outcome: Outcome, engine: LockstepEngine, played: _Played) -> None:
+    """Add how the steps of a pass that has just ended reached the device, on both sides of it."""
+    worker, reference = engine.worker, played.beside or played.reference
+    is_driver = reference == "v1"
+    subjects: dict[str, Subject] = {"reference": worker.reference} if is_driver else {}
+    if worker.crash is None:
+        subjects["candidate"] = worker.candidate(played.candidate)
+        if not is_driver:
+            subjects["reference"] = worker.candidate(reference)
+    names = sides(played.candidate, reference)
     for side, subject in subjects.items():
         modes = subject.steps_by_mode()
         if modes or outcome.graphs != "none":

@@ -98,11 +98,10 @@ class StepGraphs:
             return layout.packed
         return pack_decode(layout, key.num_reqs, self._idle_row)
 
-    def replay(self, layout: BatchLayout, key: GraphKey) -> None:
-        """Queue the step of a layout whose padded rows are on the device.
+    def replay(self, key: GraphKey) -> None:
+        """Queue the step whose padded rows are on the device.
 
         Args:
-            layout: Not padded.
             key: The captured shape that it was padded to.
         """
         self._captured[key][0].replay()

@@ -39,8 +39,11 @@ class Stage(RowState, Protocol):
     """One step of the logits' processing.
 
     The lifecycle calls come first, from the sampler, which hands on its own; a stage wants nothing
-    for a row that was evicted. `admit` raises ConfigError for a request that the stage cannot
-    serve, before it changes anything. Nothing here may wait for the device.
+    for a row that was evicted. Members of `STAGES` want nothing for a request that is plain either,
+    and are told of none: to them its row is as evicted, and `flush` comes only in steps in which
+    another request came or went. A host's own stages are told of every request. `admit` raises
+    ConfigError for a request that the stage cannot serve, before it changes anything. Nothing here
+    may wait for the device.
     """
 
     def wants(self, rows: npt.NDArray[np.int32]) -> bool:

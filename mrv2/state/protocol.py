@@ -8,10 +8,10 @@ from mrv2.plan import Arrival
 class RowState(Protocol):
     """State with one entry a row.
 
-    The runner calls these for every state, in a fixed order, on the host. Within a step come first
-    all evictions, then all admissions, then what continues, and last one `flush`. Behind the last
-    state's `flush` the runner queues at once what all of them staged in its arena. Nothing but
-    these flushes queues device work.
+    The runner, and for its own parts the sampler, calls these for every state, in a fixed order, on
+    the host. Within a step come first all evictions, then all admissions, then what continues, and
+    last one `flush`. Behind the last state's `flush` the runner queues at once what all of them
+    staged in its arena. Nothing but these flushes queues device work.
     """
 
     def admit(self, row: int, arrival: Arrival) -> None:

@@ -124,14 +124,33 @@ def minimal_kv_cache(
         specs: What each layer stores, by name.
         num_blocks: Blocks of each group.
     """
-    from vllm.v1.core.kv_cache_config_builder import get_kv_cache_config_builder
-    from vllm.v1.core.kv_cache_planning import get_kv_cache_groups_from_builder
-
+    try:
+        from vllm.v1.core.kv_cache_config_builder import get_kv_cache_config_builder
+        from vllm.v1.core.kv_cache_planning import get_kv_cache_groups_from_builder
+    except ImportError:  # vLLM 0.32 has no builder
+        return _minimal_kv_cache_of_utils(vllm_config, specs, num_blocks)
     builder = get_kv_cache_config_builder(vllm_config)
     groups = get_kv_cache_groups_from_builder(builder, vllm_config, specs)
     config: KVCacheConfig = builder.get_kv_cache_config_from_groups(
         vllm_config, groups, num_blocks=num_blocks
     )
+    return config
+
+
+def _minimal_kv_cache_of_utils(
+    vllm_config: VllmConfig, specs: dict[str, KVCacheSpec], num_blocks: int
+) -> KVCacheConfig:
+    from vllm.v1.core.kv_cache_utils import get_kv_cache_config_from_groups, get_kv_cache_groups
+
+    cache = vllm_config.cache_config
+    asked = cache.num_gpu_blocks_override
+    cache.num_gpu_blocks_override = num_blocks
+    try:
+        config: KVCacheConfig = get_kv_cache_config_from_groups(
+            vllm_config, get_kv_cache_groups(vllm_config, specs), available_memory=0
+        )
+    finally:
+        cache.num_gpu_blocks_override = asked
     return config
 
 

@@ -153,6 +153,8 @@ class VllmRunner:
         hidden, last = self._dummy_run(self.max_num_tokens, randomize_inputs=randomize_inputs)
         self._dummy_sampler_run(last)
         self._dummy_scoring_run(hidden)
+        if core is not None:
+            torch.cuda.synchronize(self.device)  # its pinned memory must not be given out again yet
         del hidden, last, core
         gc.collect()
 
@@ -441,6 +443,8 @@ class VllmRunner:
         self.ledger = RequestLedger()
         self._step = None
         if self._core is not None:
+            if self.device.type == "cuda":
+                torch.cuda.synchronize(self.device)  # as in `profile_run`
             self._core.release_graphs()
         self._core = self._build_core(self.kv_cache_config)
         if self._is_captured:
@@ -465,9 +469,9 @@ class VllmRunner:
     @torch.inference_mode()
     def _core_without_cache(self) -> Runner:
         """Return a core of the size that there will be, with its kernels loaded."""
-        specs = self.get_kv_cache_spec()
+        specs, processors = self.get_kv_cache_spec(), self._processors
         core = self._build_core(graphs.minimal_kv_cache(self.vllm_config, specs, num_blocks=1))
-        self._processors = None
+        self._processors = processors
         core.warm_up()
         return core
 

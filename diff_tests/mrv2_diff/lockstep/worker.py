@@ -148,7 +148,8 @@ class LockstepWorker(_Worker):
             raise
         except Exception:  # noqa: BLE001 - as in `_contained`
             self._crashed()
-        names = {settings.reference, settings.candidate} if settings.layers else set()
+        compared = {settings.reference, settings.candidate, settings.beside}
+        names = compared if settings.layers else set()
         beside_v1 = [subject for name, subject in self._candidates.items() if name in names]
         self._watch_layers([self._reference, *beside_v1] if names else [])
 
@@ -375,7 +376,7 @@ class LockstepWorker(_Worker):
         if subject.execute(step) is not None:
             return None
         subject.sample(forced, grammar)
-        return subject.observation()
+        return self._observed(subject)
 
     def _read_ledgers(self) -> None:
         assert self._pass is not None

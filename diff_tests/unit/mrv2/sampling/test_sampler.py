@@ -8,15 +8,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from mrv2.config import LogprobsMode, RunnerConfig
+from mrv2.config import LogprobsMode, RunnerConfig, ThinkingMarkers
 from mrv2.errors import CapacityError, ConfigError
 from mrv2.memory.arena import Arena
 from mrv2.memory.transfers import Transfers
 from mrv2.plan import Arrival, Sampling
-from mrv2.sampling.columns import GREEDY_BELOW
+from mrv2.sampling.columns import GREEDY_BELOW, DrawColumns
 from mrv2.sampling.sampler import Sampler
-from mrv2.sampling.stage import LogitsView, StageResources
-from mrv2.sampling.stages import stages_with
+from mrv2.sampling.stage import LogitsView, StageFactory, StageResources
+from mrv2.sampling.stages import STAGES, stages_with
 from mrv2.state.requests import RequestColumns
 from mrv2.trace import NullTrace, Probe, StepTrace
 
@@ -129,6 +129,26 @@ def test_a_plain_request_asks_for_nothing_whoever_had_its_row(demand: Sampling) 
         assert torch.equal(found, expected)
     raw = some_logits(2)[0].div(1.2)
     assert torch.equal(fresh.values["processed_logits"][0], raw)
+
+
+@pytest.mark.parametrize("factory", STAGES)
+def test_no_stage_wants_anything_of_a_plain_request(factory: StageFactory) -> None:
+    """The temperature's is none of the sampler's business: it reads the shared columns."""
+    arena = Arena(Transfers(torch.device("cpu")))
+    columns = DrawColumns(4, arena)
+    resources = StageResources(
+        num_rows=4,
+        vocab_size=VOCAB,
+        arena=arena,
+        columns=columns,
+        requests=RequestColumns(4, 16, arena),
+        thinking=ThinkingMarkers(start=(1,), end=(2,)),
+    )
+    stage = factory(resources)
+    row = np.array([2], dtype=np.int32)
+    assert not stage.wants(row)
+    stage.admit(2, arrival(Sampling(temperature=0.7, seed=3)))
+    assert not stage.wants(row)
 
 
 class Own:
