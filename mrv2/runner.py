@@ -375,11 +375,11 @@ class Runner:
 
         The latter by a graph; None where none was replayed.
         """
-        layout = step.layout
-        if step.replayed is None:
-            launched = _launched(step)
+        layout, launched = step.layout, step.launched
+        if launched is not None:
             logits = self._model.compute_logits(_of_logits(layout, launched))
             return launched.batch, logits, launched.batch.logits_view, None
+        assert step.replayed is not None, "a step is launched or replayed"
         drawn = self._replayed.values(layout, step.replayed)
         batch, logits, token_ids = drawn.batch, drawn.logits, drawn.token_ids
         if layout.num_logits == layout.num_reqs:
@@ -396,16 +396,15 @@ class Runner:
         if not self._prompt_logprobs.are_wanted:
             return {}
         layout = step.layout
-        hidden = (
-            _launched(step).hidden
-            if step.replayed is None
-            else self._replayed.values(layout, step.replayed).hidden
-        )
+        values: LaunchedStep | DrawnStep | None = step.launched
+        if values is None:
+            assert step.replayed is not None, "a step is launched or replayed"
+            values = self._replayed.values(layout, step.replayed)
         return self._prompt_logprobs.score(
             layout.rows,
             layout.num_computed_tokens,
             layout.query_start_loc,
-            hidden,
+            values.hidden,
             self._model.compute_logits,
         )
 
@@ -537,11 +536,6 @@ class Runner:
                 f"the vocabulary of {self.config.vocab_size}"
             )
         return token_ids
-
-
-def _launched(step: StepInFlight) -> LaunchedStep:
-    assert step.launched is not None, "a step that was not replayed was launched"
-    return step.launched
 
 
 def _of_logits(layout: BatchLayout, step: LaunchedStep) -> Tensor:
