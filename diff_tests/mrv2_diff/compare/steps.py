@@ -255,7 +255,9 @@ def _compare_draws(
         wanted.tokens[greedy],
         tokens[greedy],
     )
-    tally.structure("tokens", place, 0, _cut_tokens(candidate))
+    cut = _cut_tokens(candidate)
+    if cut:  # a draw that is not compared is not counted either
+        tally.structure("tokens", place, 0, cut)
     departed = frozenset(owners[row] for row in wanted.logprobs_departed)
     _compare_logprobs(tally, place, expected.without(departed), reference, candidate, rows)
     has, gives = _structure(expected, reference), _structure(expected, candidate)
