@@ -117,10 +117,11 @@ def test_a_private_trace_compares_runners(replays: Replays, traces: dict[str, Pa
     result = replays["private", "mrv2", True]
     assert result.verdict is Verdict.MATCH, (result.divergence, result.error)
     assert result.compared > 150
-    prompts = _prompts(open_trace(traces["private"]).steps())
-    clear = _prompts(open_trace(traces["v1"]).steps())
+    # Which request is first in its step differs from engine to engine.
+    prompts = sorted(_prompts(open_trace(traces["private"]).steps()), key=len)
+    clear = sorted(_prompts(open_trace(traces["v1"]).steps()), key=len)
     assert [len(prompt) for prompt in prompts] == [len(prompt) for prompt in clear]
-    assert not any(a == b for a, b in zip(prompts, clear, strict=True))
+    assert not any(prompt in clear for prompt in prompts)
 
 
 def _prompts(steps: object) -> list[list[int]]:

@@ -66,7 +66,9 @@ def test_a_block_that_the_cache_does_not_have_is_refused_before_any_is_written(
     assert (caches.tensors[0] == 1).all()
 
 
-def test_a_minimal_cache_has_the_blocks_that_were_asked_for() -> None:
+def test_a_minimal_cache_has_the_blocks_that_were_asked_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     from vllm.v1.kv_cache_interface import FullAttentionSpec
 
     from mrv2_compat.vllm_v1.graphs import minimal_kv_cache
@@ -74,6 +76,8 @@ def test_a_minimal_cache_has_the_blocks_that_were_asked_for() -> None:
     from mrv2_diff.schedules.engine import HashEngine
 
     config = HashEngine(Setup()).runner.vllm_config
+    # The engine's core settles it before memory is measured.
+    monkeypatch.setattr(config.cache_config, "kv_cache_layout", "LBNHC")
     asked = config.cache_config.num_gpu_blocks_override
     spec = FullAttentionSpec(block_size=32, num_kv_heads=2, head_size=32, dtype=torch.float32)
     cache = minimal_kv_cache(config, {"layer.0": spec, "layer.1": spec}, 3)
