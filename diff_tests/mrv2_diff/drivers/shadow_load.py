@@ -168,7 +168,8 @@ def _answers(arm: Arm, bodies: Sequence[Body]) -> list[tuple[dict[str, Any], flo
             found[number] = answer.raise_for_status().json()["choices"][0], seconds
 
     async def all_clients() -> None:
-        limits = httpx.Limits(max_connections=NUM_CLIENTS)
+        # The server closes what is idle for 5 seconds, and a request may just then be on its way.
+        limits = httpx.Limits(max_connections=NUM_CLIENTS, keepalive_expiry=1.0)
         async with httpx.AsyncClient(base_url=arm.server.url, timeout=300, limits=limits) as http:
             shared = iter(enumerate(bodies))
             await asyncio.gather(*(client(http, shared) for _ in range(NUM_CLIENTS)))
