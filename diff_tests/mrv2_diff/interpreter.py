@@ -93,7 +93,9 @@ def _backend() -> Any:
             return torch.device("cpu")
 
         def get_benchmarker(self) -> Any:
-            raise NotImplementedError("interpreted kernels are not timed")
+            raise RuntimeError(
+                "kernels are interpreted here, and their time says nothing; measure on a GPU"
+            )
 
         def get_current_device(self) -> int:
             return 0
