@@ -212,12 +212,17 @@ def test_more_requests_than_the_machine_holds_are_refused(
         replay(TraceReplay(trace=path))
 
 
-def test_another_kv_group_is_refused(traces: dict[str, Path], tmp_path: Path) -> None:
+@pytest.mark.parametrize("runner", ["mrv2", "v1"])
+def test_another_kv_group_is_refused_before_weights_are_loaded(
+    traces: dict[str, Path], tmp_path: Path, runner: str
+) -> None:
     kv = open_trace(traces["mrv2"]).head.kv
     group = msgspec.structs.replace(kv.groups[0], spec="SlidingWindowSpec")
     path = changed(traces, tmp_path / "t", kv=msgspec.structs.replace(kv, groups=[group]))
-    with pytest.raises(ReplayRefusedError, match="recorded 'SlidingWindowSpec'"):
-        replay(TraceReplay(trace=path))
+    with pytest.raises(
+        ReplayRefusedError, match="recorded 'SlidingWindowSpec'.*; no weights were loaded"
+    ):
+        replay(TraceReplay(trace=path, runner=runner))
 
 
 def test_another_configuration_is_refused(traces: dict[str, Path], tmp_path: Path) -> None:

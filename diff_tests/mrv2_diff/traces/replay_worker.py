@@ -4,8 +4,10 @@ The class is made when it is first asked for: which one depends on runner and de
 the KV cache must agree with is put into `EXPECTED` before the engine starts.
 """
 
+import copy
 from functools import cache
 from typing import Any
+from unittest import mock
 
 from mrv2_diff.lockstep import device
 from mrv2_diff.lockstep.subjects import Mrv2Subject, StepCopies, Subject, V1Subject
@@ -36,6 +38,38 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
+def _check_unloaded(vllm_config: Any) -> None:
+    """Compare the KV cache of a model that has layers but no memory.
+
+    Raises:
+        KVCacheDiffersError: Says what differs.
+    """
+    import torch
+    from vllm.model_executor.model_loader.utils import initialize_model
+    from vllm.utils.torch_utils import set_default_torch_dtype
+    from vllm.v1.core.kv_cache_utils import get_kv_cache_configs
+
+    from mrv2_compat.vllm_v1.kv_cache import kv_cache_spec
+
+    config = copy.deepcopy(vllm_config)  # layers leave their names there
+    with (
+        # vLLM keeps rotary embeddings for later models, which must not find these.
+        mock.patch.dict("vllm.model_executor.layers.rotary_embedding._ROPE_DICT"),
+        set_default_torch_dtype(config.model_config.dtype),
+        torch.device("meta"),
+    ):
+        initialize_model(config)
+    (found,) = get_kv_cache_configs(config, [kv_cache_spec(config)], [_ANY_MEMORY])
+    try:
+        _check(found)
+    except KVCacheDiffersError as error:
+        raise KVCacheDiffersError(f"{error}; no weights were loaded") from None
+
+
+_ANY_MEMORY = 1 << 50
+"""Bytes: the number of blocks is the recorded one, whatever there is."""
+
+
 def _check(kv_cache_config: Any) -> None:
     found = differences(EXPECTED[0], kv_facts(kv_cache_config))
     if found:
@@ -54,6 +88,10 @@ def _v1_worker() -> type:
         def init_device(self) -> None:
             super().init_device()
             self.subject = V1Subject(self.model_runner)
+
+        def load_model(self, **options: Any) -> None:
+            _check_unloaded(self.vllm_config)
+            super().load_model(**options)
 
         def initialize_from_config(self, kv_cache_config: Any) -> None:
             _check(kv_cache_config)
@@ -80,6 +118,10 @@ def _mrv2_worker() -> type:
             copies = StepCopies()
             self.model_runner._trace = copies  # the core is built later, with the KV cache
             self.subject = Mrv2Subject(self.model_runner, copies)
+
+        def load_model(self, **options: Any) -> None:
+            _check_unloaded(self.vllm_config)
+            super().load_model(**options)
 
         def initialize_from_config(self, kv_cache_config: Any) -> None:
             _check(kv_cache_config)
