@@ -220,7 +220,7 @@ def test_another_kv_group_is_refused_before_weights_are_loaded(
     group = msgspec.structs.replace(kv.groups[0], spec="SlidingWindowSpec")
     path = changed(traces, tmp_path / "t", kv=msgspec.structs.replace(kv, groups=[group]))
     with pytest.raises(
-        ReplayRefusedError, match="recorded 'SlidingWindowSpec'.*; no weights were loaded"
+        ReplayRefusedError, match=r"recorded 'SlidingWindowSpec'.*; no weights were loaded"
     ):
         replay(TraceReplay(trace=path, runner=runner))
 

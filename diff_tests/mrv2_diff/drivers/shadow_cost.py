@@ -1,25 +1,25 @@
 """How much worse those are served who are served beside a shadow, with an interval and a verdict.
 
-The unit is a round: one load of each server. Requests of one load have too much in common (the
-minute, the batches) to be drawn one by one, so the bootstrap draws whole rounds, with the loads of
-both servers together.
+The unit is a block: one life of the servers, with all their loads. Two servers of the same differ
+by more than two loads of one, and requests of one load have too much in common (the minute, the
+batches) to be drawn one by one. So the bootstrap draws whole blocks, with the loads of both sides
+together.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 BOUND = 0.03
 """Most that any figure may be worse."""
-MIN_ROUNDS = 6
-"""A bootstrap of fewer rounds knows too little of their spread."""
+MIN_BLOCKS = 8
+"""A bootstrap of fewer blocks knows too little of their spread."""
 PASS = "PASS"
 FAIL = "FAIL"
 INCONCLUSIVE = "INCONCLUSIVE"
-_RESAMPLES = 2000
+_RESAMPLES = 1000
 _LEVELS = (2.5, 97.5)
 """Percentiles that a 95 % interval ends at."""
 
@@ -30,9 +30,13 @@ Array = npt.NDArray[np.float64]
 class Load:
     """What one load of one server took."""
 
-    latencies: list[float]
+    latencies: Array
     """[num_requests] seconds."""
     wall_s: float
+
+
+Block = Sequence[Load]
+"""The loads of one side in one life of its servers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,12 +47,12 @@ class Worse:
     low: float
     high: float
     """Ends of the 95 % interval."""
-    rounds: int
+    blocks: int
 
     @property
     def verdict(self) -> str:
         """Whether the whole interval is on one side of the bound."""
-        if self.rounds < MIN_ROUNDS:
+        if self.blocks < MIN_BLOCKS:
             return INCONCLUSIVE
         if self.high <= BOUND:
             return PASS
@@ -58,28 +62,26 @@ class Worse:
         return f"{self.value:+.1%} [{self.low:+.1%}, {self.high:+.1%}]"
 
 
-def mean_s(latencies: Array, walls: Array) -> Array:
-    """Return the mean latency in seconds.
-
-    Args:
-        latencies: [..., rounds, num_requests] seconds.
-        walls: [..., rounds] seconds.
-    """
-    return np.asarray(latencies.mean(axis=(-2, -1)))
+def mean_s(loads: Block) -> float:
+    """Return the mean latency in seconds."""
+    return float(_latencies(loads).mean())
 
 
-def p99_s(latencies: Array, walls: Array) -> Array:
-    """Return the 99th percentile of latency in seconds, of all rounds together."""
-    together = latencies.reshape(*latencies.shape[:-2], -1)
-    return np.asarray(np.percentile(together, 99, axis=-1))
+def p99_s(loads: Block) -> float:
+    """Return the 99th percentile of latency in seconds, of all loads together."""
+    return float(np.percentile(_latencies(loads), 99))
 
 
-def requests_per_s(latencies: Array, walls: Array) -> Array:
+def requests_per_s(loads: Block) -> float:
     """Return the throughput."""
-    return np.asarray(walls.shape[-1] * latencies.shape[-1] / walls.sum(axis=-1))
+    return len(_latencies(loads)) / sum(load.wall_s for load in loads)
 
 
-Figure = Callable[[Array, Array], Array]
+def _latencies(loads: Block) -> Array:
+    return np.concatenate([load.latencies for load in loads])
+
+
+Figure = Callable[[Block], float]
 
 FIGURES: dict[str, tuple[Figure, bool]] = {
     "mean_s": (mean_s, False),
@@ -89,46 +91,44 @@ FIGURES: dict[str, tuple[Figure, bool]] = {
 """Each figure, and whether more is better."""
 
 
-def figures(loads: Sequence[Load]) -> dict[str, float]:
-    """Return the figures of one server over all rounds."""
-    latencies, walls = _arrays(loads)
-    return {name: float(figure(latencies, walls)) for name, (figure, _) in FIGURES.items()}
+def figures(blocks: Sequence[Block]) -> dict[str, float]:
+    """Return the figures of one side over all blocks."""
+    loads = [load for block in blocks for load in block]
+    return {name: figure(loads) for name, (figure, _) in FIGURES.items()}
 
 
-def compare(candidate: Sequence[Load], reference: Sequence[Load]) -> dict[str, Worse]:
+def compare(candidate: Sequence[Block], reference: Sequence[Block]) -> dict[str, Worse]:
     """Return by how much each figure is worse.
 
     Args:
-        candidate: One load for each round, all of as many requests.
-        reference: Those of V1 alone, of the same rounds.
+        candidate: The loads of one side in each block.
+        reference: Those of V1 alone in the same blocks; there may be more or fewer of them.
 
     Raises:
-        ValueError: Rounds are missing on one side, or there is none.
+        ValueError: Blocks are missing on one side, or there is none.
     """
     if len(candidate) != len(reference) or not candidate:
         raise ValueError(
-            f"{len(candidate)} and {len(reference)} rounds; both need the same, and at least one"
+            f"{len(candidate)} and {len(reference)} blocks; both need the same, and at least one"
         )
-    num_rounds = len(candidate)
-    drawn = np.random.default_rng(0).integers(num_rounds, size=(_RESAMPLES, num_rounds))
-    ours, theirs = _arrays(candidate), _arrays(reference)
-    found = {}
-    for name, (figure, more_is_better) in FIGURES.items():
-
-        def worse(
-            rows: Any, figure: Figure = figure, more_is_better: bool = more_is_better
-        ) -> Array:
-            mine, v1 = (figure(part[0][rows], part[1][rows]) for part in (ours, theirs))
-            return (v1 / mine if more_is_better else mine / v1) - 1.0
-
-        spread = np.concatenate([worse(rows) for rows in np.array_split(drawn, 40)])
-        low, high = np.percentile(spread, _LEVELS)
-        found[name] = Worse(
-            value=float(worse(slice(None))), low=float(low), high=float(high), rounds=num_rounds
-        )
-    return found
+    num_blocks = len(candidate)
+    drawn = np.random.default_rng(0).integers(num_blocks, size=(_RESAMPLES, num_blocks))
+    values = _worse(candidate, reference, range(num_blocks))
+    spread = np.array(
+        [list(_worse(candidate, reference, rows).values()) for rows in drawn.tolist()]
+    )
+    lows, highs = np.percentile(spread, _LEVELS, axis=0)
+    return {
+        name: Worse(value=value, low=float(low), high=float(high), blocks=num_blocks)
+        for (name, value), low, high in zip(values.items(), lows, highs, strict=True)
+    }
 
 
-def _arrays(loads: Sequence[Load]) -> tuple[Array, Array]:
-    latencies = np.array([load.latencies for load in loads], dtype=np.float64)
-    return latencies, np.array([load.wall_s for load in loads], dtype=np.float64)
+def _worse(
+    candidate: Sequence[Block], reference: Sequence[Block], rows: Sequence[int]
+) -> dict[str, float]:
+    mine, v1 = (figures([side[row] for row in rows]) for side in (candidate, reference))
+    return {
+        name: (v1[name] / mine[name] if more_is_better else mine[name] / v1[name]) - 1.0
+        for name, (_, more_is_better) in FIGURES.items()
+    }

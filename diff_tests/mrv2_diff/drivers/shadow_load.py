@@ -3,11 +3,11 @@
     python -m mrv2_diff.drivers.shadow_load [--minutes M] [--out FILE]
 
 Four servers of V1 are up: two without a shadow, one whose shadow follows 1 % and one with 20 %. In
-each round each of them gets the same requests from 30 clients while the others idle; rounds go on
-until the time is over, each in another order. It passes if at 1 % mean latency, its 99th percentile
-and throughput are at most 3 % worse than V1's alone, by the whole of a 95 % interval, if every
-server gave the same token ids each time, and if no shadow found a mismatch or failed. The second
-server without a shadow shows how far two of the same are apart.
+each round each of them gets the same requests from 30 clients while the others idle. After a few
+rounds all of them are ended and started anew, until the time is over. It passes if at 1 % mean
+latency, its 99th percentile and throughput are at most 3 % worse than V1's alone, by the whole of a
+95 % interval, if every server gave the same token ids each time, and if no shadow found a mismatch
+or failed. The second server without a shadow shows how far two of the same are apart.
 
 Exit codes: 0 it passes, 1 it does not or that is not known, 2 bad input.
 """
@@ -26,7 +26,9 @@ from itertools import cycle
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import httpx
+import numpy as np
 
 from mrv2_diff.device_bench.ratios import balanced_orders
 from mrv2_diff.drivers.server import Server, serving
@@ -45,8 +47,13 @@ from mrv2_diff.environment import collect
 from mrv2_diff.models import ModelSpec, cached_model
 
 NUM_CLIENTS = 30
-NUM_REQUESTS = 300
-"""Of one load."""
+NUM_REQUESTS = 1200
+"""Of one load: 10 s."""
+NUM_BEFORE = 700
+"""Requests right before a load that are not counted: 6 s, in which a shadow gathers its first
+steps. It runs them, and later ones, while the load lasts."""
+NUM_ROUNDS = 2
+"""Of one life of the servers, which takes 50 s to begin on two cores."""
 ARMS: dict[str, float | None] = {
     "v1": None,
     "v1 again": None,
@@ -54,8 +61,12 @@ ARMS: dict[str, float | None] = {
     "shadow 20 %": 0.2,
 }
 """Each server, and the share of the requests that its shadow follows; None has no shadow."""
+ALONE = ("v1", "v1 again")
+"""The servers that the others are compared with, together."""
 JUDGED = "shadow 1 %"
 START_S = 240.0
+MODEL = ModelSpec(layers=8)
+"""So many that the engine sets the pace, and not the web server."""
 LEAD = 1e-3
 """Least logprob by which each greedy token of a load leads the next. V1 differs from itself by up
 to 15 spacings of float32 when its batch changes, which is 2e-5 here."""
@@ -67,8 +78,11 @@ ARGUMENTS = (
     "--max-num-seqs=32",
     "--max-num-batched-tokens=128",
     "--block-size=32",
-    "--num-gpu-blocks-override=100",
+    "--num-gpu-blocks-override=200",
     "--served-model-name=tiny",
+    # On two cores, vLLM's own choice for a CPU makes the engine spin for its worker's answers, and
+    # hold up its threads that receive requests: a load takes 2 to 16 s, one way or the other.
+    "--distributed-executor-backend=vllm.v1.executor.uniproc_executor.UniProcExecutor",
 )
 
 Body = dict[str, Any]
@@ -83,6 +97,7 @@ class Arm:
     token_ids: list[list[list[int]]] = field(default_factory=list)
     """By load and by request."""
     loads: list[Load] = field(default_factory=list)
+    """In this life of the server."""
     compared_late: int = 0
     """Tokens that the shadow compared when a load was over."""
 
@@ -152,7 +167,8 @@ def load(arm: Arm, bodies: Sequence[Body]) -> None:
     began = time.perf_counter()
     answers = _answers(arm, bodies)
     wall_s = time.perf_counter() - began
-    arm.loads.append(Load(latencies=[seconds for _, seconds in answers], wall_s=wall_s))
+    latencies = np.array([seconds for _, seconds in answers])
+    arm.loads.append(Load(latencies=latencies, wall_s=wall_s))
     arm.token_ids.append([choice["token_ids"] for choice, _ in answers])
 
 
@@ -160,17 +176,21 @@ def _answers(arm: Arm, bodies: Sequence[Body]) -> list[tuple[dict[str, Any], flo
     """Return answer and seconds of each request; a client sends its next when it has an answer."""
     found: list[Any] = [None] * len(bodies)
 
-    async def client(http: httpx.AsyncClient, own: Iterator[tuple[int, Body]]) -> None:
+    async def client(http: aiohttp.ClientSession, own: Iterator[tuple[int, Body]]) -> None:
         for number, body in own:
             began = time.perf_counter()
-            answer = await http.post("/v1/completions", json=body)
-            seconds = time.perf_counter() - began
-            found[number] = answer.raise_for_status().json()["choices"][0], seconds
+            async with http.post("/v1/completions", json=body) as answer:
+                answer.raise_for_status()
+                said = await answer.json()
+            found[number] = said["choices"][0], time.perf_counter() - began
 
     async def all_clients() -> None:
         # The server closes what is idle for 5 seconds, and a request may just then be on its way.
-        limits = httpx.Limits(max_connections=NUM_CLIENTS, keepalive_expiry=1.0)
-        async with httpx.AsyncClient(base_url=arm.server.url, timeout=300, limits=limits) as http:
+        connector = aiohttp.TCPConnector(limit=NUM_CLIENTS, keepalive_timeout=1.0)
+        limit = aiohttp.ClientTimeout(total=300)
+        async with aiohttp.ClientSession(
+            arm.server.url, connector=connector, timeout=limit
+        ) as http:
             shared = iter(enumerate(bodies))
             await asyncio.gather(*(client(http, shared) for _ in range(NUM_CLIENTS)))
 
@@ -205,7 +225,7 @@ def started(
             environ |= {"MRV2_RUNNER": "shadow", **settings, **(further or {})}
             more = arguments
         server = stack.enter_context(
-            serving(cached_model(ModelSpec()), folder / f"{name}.log", (*ARGUMENTS, *more), environ)
+            serving(cached_model(MODEL), folder / f"{name}.log", (*ARGUMENTS, *more), environ)
         )
         return Arm(name, server)
 
@@ -217,38 +237,120 @@ def started(
     return found
 
 
-def measure(arms: list[Arm], bodies: Sequence[Body], deadline: float) -> int:
-    """Load the servers in rounds until a time of `time.monotonic`, and return how many there were.
+@dataclass(slots=True)
+class Measured:
+    """What came out of all lives of the servers."""
 
-    No round is begun that would not be over by then, but there is one.
+    blocks: dict[str, list[list[Load]]] = field(default_factory=dict)
+    """The loads of each server, of each life."""
+    token_ids: list[list[int]] = field(default_factory=list)
+    """Of the first load."""
+    reports: dict[str, dict[str, int]] = field(default_factory=dict)
+    """The counters of each shadow, summed."""
+    compared_late: dict[str, int] = field(default_factory=dict)
+    faults: list[str] = field(default_factory=list)
+
+    def add(self, arms: list[Arm], reports: dict[str, dict[str, Any]]) -> None:
+        """Take in one life."""
+        self.token_ids = self.token_ids or arms[0].token_ids[0]
+        self.faults += faults(arms, self.token_ids, reports)
+        for arm in arms:
+            self.blocks.setdefault(arm.name, []).append(arm.loads)
+        for name, report in reports.items():
+            before = self.reports.get(name, {})
+            self.reports[name] = {
+                key: before.get(key, 0) + value
+                for key, value in report.items()
+                if isinstance(value, int) and key not in _NO_COUNTS
+            }
+        for arm in arms:
+            self.compared_late[arm.name] = self.compared_late.get(arm.name, 0) + arm.compared_late
+
+    def worse(self) -> dict[str, dict[str, Worse]]:
+        """Return by how much each is worse.
+
+        V1's second server is compared with its first, and each other one with both of them.
+        """
+        first, second = (self.blocks[name] for name in ALONE)
+        both = [[*one, *other] for one, other in zip(first, second, strict=True)]
+        shadows = (name for name in self.blocks if name not in ALONE)
+        return {
+            ALONE[1]: compare(second, first),
+            **{name: compare(self.blocks[name], both) for name in shadows},
+        }
+
+
+_NO_COUNTS = ("pid", "up", "is_idle")
+"""What a report says that is no counter."""
+
+
+def one_life(
+    folder: Path, orders: Iterator[tuple[str, ...]], bodies: list[Body]
+) -> tuple[list[Arm], dict[str, dict[str, Any]]]:
+    """Start the servers, load them in a few rounds, and end them.
+
+    Args:
+        folder: For logs and findings.
+        orders: The order of the servers in each round.
+        bodies: The requests; they are chosen here if there are none yet.
     """
-    by_name = {arm.name: arm for arm in arms}
-    num_rounds, longest = 0, 0.0
-    for order in cycle(balanced_orders(list(by_name))):
+    with ExitStack() as stack:
+        arms = started(ARMS, folder, stack)
+        if not bodies:
+            bodies += repeatable(arms[0], NUM_REQUESTS)
+        by_name = {arm.name: arm for arm in arms}
+        for arm in arms:
+            _answers(arm, bodies[:NUM_BEFORE])  # warm
+            _settle(arm)
+        for _ in range(NUM_ROUNDS):
+            for name in next(orders):
+                _answers(by_name[name], bodies[-NUM_BEFORE:])
+                load(by_name[name], bodies)
+                by_name[name].compared_late += _settle(by_name[name])
+        return arms, {arm.name: arm.report(60) for arm in arms if ARMS[arm.name] is not None}
+
+
+def measure(deadline: float) -> Measured:
+    """Let servers live until a time of `time.monotonic`.
+
+    No life is begun that would not be over by then, but there is one.
+    """
+    found, bodies, longest = Measured(), list[Body](), 0.0
+    orders = cycle(balanced_orders(list(ARMS)))
+    while not found.blocks or time.monotonic() + longest < deadline:
         began = time.monotonic()
-        if num_rounds and began + longest > deadline:
-            break
-        for name in order:
-            load(by_name[name], bodies)
-            _settle(by_name[name])
-        num_rounds += 1
+        with tempfile.TemporaryDirectory() as folder:
+            found.add(*one_life(Path(folder), orders, bodies))
         longest = max(longest, time.monotonic() - began)
-    return num_rounds
+    return found
 
 
-def _settle(arm: Arm) -> None:
-    """Let a shadow end what it has of a load, which would be another server's cost."""
-    if ARMS[arm.name] is not None:
-        at_end = arm.report(0)["compared_tokens"]
-        arm.compared_late += arm.report(60)["compared_tokens"] - at_end
+def _settle(arm: Arm) -> int:
+    """Let a shadow end what it has of a load, which would be another server's cost.
+
+    Returns:
+        How many tokens that were.
+    """
+    if ARMS[arm.name] is None:
+        return 0
+    at_end = int(arm.report(0)["compared_tokens"])
+    return int(arm.report(60)["compared_tokens"]) - at_end
 
 
-def faults(arms: list[Arm], reports: dict[str, dict[str, Any]]) -> list[str]:
-    """Return what is wrong whatever the times are; empty if nothing is."""
+def faults(
+    arms: list[Arm], token_ids: list[list[int]], reports: dict[str, dict[str, Any]]
+) -> list[str]:
+    """Return what is wrong in one life whatever the times are; empty if nothing is.
+
+    Args:
+        arms: The servers.
+        token_ids: What each load of each of them should have given.
+        reports: Of the shadows.
+    """
     found = [
         f"{arm.name}: other token ids than v1"
         for arm in arms
-        if any(tokens != arms[0].token_ids[0] for tokens in arm.token_ids)
+        if any(tokens != token_ids for tokens in arm.token_ids)
     ]
     for name, report in reports.items():
         if report["mismatches"] or report["faults"] or not report["compared_tokens"]:
@@ -271,83 +373,69 @@ def main(arguments: Sequence[str] | None = None) -> int:
         description="What a shadow costs those who are served, by servers side by side.",
     )
     parser.add_argument(
-        "--minutes", type=_minutes, default=9.0, help="of all, the start included (default: 9)"
+        "--minutes", type=_minutes, default=35.0, help="of all, starts included (default: 35)"
     )
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the figures as JSON")
     given = parser.parse_args(arguments)
     if given.out is not None and not given.out.parent.is_dir():
         parser.error(f"--out {given.out}: {given.out.parent} is no folder")
-    deadline = time.monotonic() + 60 * given.minutes
-    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
-        arms = started(ARMS, Path(folder), stack)
-        bodies = repeatable(arms[0], NUM_REQUESTS)
-        for arm in arms:
-            load(arm, bodies)  # warm
-            _settle(arm)
-            arm.loads.clear()
-            arm.compared_late = 0
-        num_rounds = measure(arms, bodies, deadline)
-        reports = {arm.name: arm.report(60) for arm in arms if ARMS[arm.name] is not None}
-    worse = {arm.name: compare(arm.loads, arms[0].loads) for arm in arms[1:]}
-    wrong = faults(arms, reports)
-    _say(arms, worse, reports, num_rounds, wrong)
+    found = measure(time.monotonic() + 60 * given.minutes)
+    worse = found.worse()
+    said = verdict(found.faults, worse[JUDGED])
+    sys.stdout.write(_text(found, worse, said))
     if given.out is not None:
         record = {
             "environment": collect("cpu"),
             "clients": NUM_CLIENTS,
             "requests": NUM_REQUESTS,
-            "rounds": num_rounds,
-            "figures": {arm.name: figures(arm.loads) for arm in arms},
-            "worse": {
-                name: {figure: asdict(one) for figure, one in found.items()}
-                for name, found in worse.items()
+            "model": asdict(MODEL),
+            "blocks": {
+                name: [figures([block]) for block in blocks]
+                for name, blocks in found.blocks.items()
             },
-            "reports": reports,
-            "compared_late": {arm.name: arm.compared_late for arm in arms if arm.name in reports},
-            "faults": wrong,
-            "verdict": verdict(wrong, worse[JUDGED]),
+            "figures": {name: figures(blocks) for name, blocks in found.blocks.items()},
+            "worse": {
+                name: {figure: asdict(one) for figure, one in ones.items()}
+                for name, ones in worse.items()
+            },
+            "reports": found.reports,
+            "compared_late": found.compared_late,
+            "faults": found.faults,
+            "verdict": said,
         }
         given.out.write_text(json.dumps(record, indent=1) + "\n")
-    return int(verdict(wrong, worse[JUDGED]) != PASS)
+    return int(said != PASS)
 
 
-def _say(
-    arms: list[Arm],
-    worse: dict[str, dict[str, Worse]],
-    reports: dict[str, dict[str, Any]],
-    num_rounds: int,
-    wrong: list[str],
-) -> None:
-    alone = figures(arms[0].loads)
+def _text(found: Measured, worse: dict[str, dict[str, Worse]], said: str) -> str:
+    first = found.blocks[ALONE[0]]
+    alone = figures(first)
     lines = [
-        f"{NUM_CLIENTS} clients, {num_rounds} rounds of {NUM_REQUESTS} requests; the part by which "
-        "each server is worse than v1, with 95 % intervals",
+        f"{NUM_CLIENTS} clients, {len(first)} lives of the servers with {NUM_ROUNDS} rounds of "
+        f"{NUM_REQUESTS} requests",
+        f"the part by which each server is worse than v1 alone ({ALONE[1]}: than the other one; a "
+        "shadow: than both), with 95 % intervals",
         f"{'':12}" + "".join(f"{name:>26}" for name in FIGURES),
-        f"{'v1':12}" + "".join(f"{alone[name]:>26.3f}" for name in FIGURES),
+        f"{ALONE[0]:12}" + "".join(f"{alone[name]:>26.3f}" for name in FIGURES),
         *(
-            f"{name:12}" + "".join(f"{found[figure]!s:>26}" for figure in FIGURES)
-            for name, found in worse.items()
+            f"{name:12}" + "".join(f"{ones[figure]!s:>26}" for figure in FIGURES)
+            for name, ones in worse.items()
         ),
     ]
-    late = {arm.name: arm.compared_late for arm in arms}
-    for name, report in reports.items():
+    for name, report in found.reports.items():
         drawn = sum(report[f"{kind}_requests"] for kind in ("sampled", "busy", "no_room"))
         lines.append(
             f"{name}: followed {report['sampled_requests']} of {drawn} drawn requests "
             f"({report['dropped_requests']} not to the end, {report['resumed_requests']} resumes); "
-            f"{report['compared_tokens']} tokens compared, {late[name]} of them when a load was "
-            f"over; {report['mismatches']} mismatches, {report['near_ties']} near ties, "
-            f"{report['faults']} faults"
+            f"{report['compared_tokens']} tokens compared, {found.compared_late[name]} of them "
+            f"when a load was over; {report['mismatches']} mismatches, {report['near_ties']} near "
+            f"ties, {report['faults']} faults"
         )
-    if not any("token ids" in fault for fault in wrong):
+    if not any("token ids" in fault for fault in found.faults):
         lines.append("token ids: the same from every server in every load")
-    lines += wrong
-    judged = worse[JUDGED]
-    parts = ", ".join(f"{name} {one.verdict}" for name, one in judged.items())
-    lines.append(
-        f"verdict on {JUDGED}, at most {BOUND:.0%} worse: {verdict(wrong, judged)} ({parts})"
-    )
-    sys.stdout.write("\n".join(lines) + "\n")
+    parts = ", ".join(f"{name} {one.verdict}" for name, one in worse[JUDGED].items())
+    lines += [*found.faults, f"verdict on {JUDGED}, at most {BOUND:.0%} worse: {said} ({parts})"]
+    return "\n".join(lines) + "\n"
 
 
 def _minutes(text: str) -> float:

@@ -17,9 +17,9 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mrv2_diff.shadow.messages import Done, Failed, Ready, Start
+from mrv2_diff.shadow.messages import Done, Failed, Lot, Ready, Start
 from mrv2_diff.shadow.settings import IDLE
-from mrv2_diff.shadow.slices import Slice
+from mrv2_diff.shadow.slices import Slice, joined
 
 if TYPE_CHECKING:
     from mrv2_diff.shadow.follower import Follower  # imports vLLM
@@ -49,8 +49,7 @@ def main() -> int:
                 _take_only_what_nobody_wants()
             _send(connection, ready)
             while True:
-                parts: list[Slice] = _receive(connection)
-                for done in answers(follower, parts):
+                for done in answers(follower, _gathered(connection)):
                     _send(connection, done)
         except EOFError:
             return 0
@@ -63,7 +62,7 @@ def main() -> int:
 def answers(follower: "Follower", parts: Sequence[Slice]) -> Iterator[Done]:
     """Run slices, and yield what was found now and then, at the end, and before an error."""
     done, told = Done(), time.monotonic()
-    for part in parts:
+    for part in joined(parts, follower.max_num_tokens):
         try:
             done.add(follower.run(part))
         except Exception:
@@ -95,6 +94,17 @@ def _yield_to_the_server(niceness: int) -> None:
         Path("/proc/self/oom_score_adj").write_text("1000")
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _gathered(connection: Connection) -> list[Slice]:
+    """Return the slices of all lots up to the last one."""
+    parts: list[Slice] = []
+    while True:
+        lot: Lot = _receive(connection)
+        parts += lot.slices
+        if lot.is_last:
+            return parts
+        _send(connection, Done())
 
 
 def _receive(connection: Connection) -> Any:

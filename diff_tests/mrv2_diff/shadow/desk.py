@@ -4,8 +4,8 @@ The thread that serves only appends to a queue. Whatever the shadow does (it rai
 runs out of memory, it dies), the other thread finds out, ends the child, writes why, and V1 serves
 on. Nothing here imports vLLM.
 
-The two threads share the interpreter, so the other one wakes rarely: it gathers steps for a moment
-and sends them together.
+The two threads share the interpreter, so the other one wakes rarely: it gathers steps for a while
+and sends them together, in lots.
 """
 
 import json
@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from mrv2_diff.shadow.counters import Counters
-from mrv2_diff.shadow.messages import Done, Failed, Ready, Start
+from mrv2_diff.shadow.messages import Done, Failed, Lot, Ready, Start
 from mrv2_diff.shadow.settings import Settings
 from mrv2_diff.shadow.slices import Slice, Slicer
 from mrv2_diff.shadow.weights import release
@@ -37,10 +37,8 @@ START_LIMIT_S = 300.0
 MAX_WAITING_BYTES = 64 << 20
 """Of steps that wait for the shadow. With more it gives up what it follows and goes on with the
 next requests; long before, it takes no further ones."""
-MAX_TOGETHER = 64
-"""Steps that are sent together."""
-GATHER_S = 0.05
-"""Time in which steps are gathered."""
+LOT = 64
+"""Steps that are sent at once: while they are pickled, the serving thread cannot run."""
 
 _logger = logging.getLogger(f"vllm.{__name__}")
 
@@ -71,15 +69,23 @@ class Desk:
         self._waiting: deque[Slice] = deque()
         self._waiting_bytes = 0
         """Of those that are complete."""
-        self._changed = threading.Condition()
+        self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)
         self._is_busy = False
         self._is_closed = False
-        self._closing = threading.Event()
+        self._hurry = threading.Condition(self._lock)
+        """Told when steps are to be gathered no longer; each answer would be too often."""
+        self._num_hurrying = 0
+        """Callers that wait for the shadow to be idle."""
+        self._sent: list[Slice] = []
+        """Those that the child has not answered yet."""
         self._slicer: Slicer | None = None
         self._open: Slice | None = None
         """The slice of the step whose second half is due."""
-        self._gone: deque[str] = deque()
+        self._dropped: deque[str] = deque()
         """Requests that the child dropped; their room is given back by the serving thread."""
+        self._ended: deque[str] = deque()
+        """Requests that the child has ended, as V1 did before; likewise."""
         self.fault: str | None = None
         self._connection, theirs = Pipe()
         _limit_sending(self._connection, settings.limit_s)
@@ -123,8 +129,10 @@ class Desk:
         if slicer is None:
             return
         try:
-            while self._gone:
-                slicer.forget(self._gone.popleft())
+            while self._dropped:
+                slicer.forget(self._dropped.popleft())
+            while self._ended:
+                slicer.give_back(self._ended.popleft())
             is_behind = len(self._waiting) >= self._settings.max_behind
             found = slicer.cut(scheduler_output, is_behind=is_behind)
             if found is None:
@@ -163,7 +171,7 @@ class Desk:
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
-        self._closing.set()
+            self._hurry.notify_all()
         self._slicer = None
         self._counters.set_up(False)
         self._end_child()
@@ -183,7 +191,12 @@ class Desk:
             return started or self._is_closed
 
         with self._changed:
-            return self._changed.wait_for(idle, timeout_s)
+            self._num_hurrying += 1
+            self._hurry.notify_all()
+            try:
+                return self._changed.wait_for(idle, timeout_s)
+            finally:
+                self._num_hurrying -= 1
 
     def report(self) -> dict[str, object]:
         """Return the counters, and why the shadow was abandoned if it was."""
@@ -193,6 +206,8 @@ class Desk:
         with self._changed:
             if self._waiting_bytes < MAX_WAITING_BYTES:
                 self._waiting.append(found)
+                if self._is_due():
+                    self._hurry.notify_all()
                 if found.is_complete:
                     self._waiting_bytes += found.num_bytes
                     self._changed.notify_all()
@@ -206,7 +221,7 @@ class Desk:
         followed = list(self._slicer.followed)
         self._slicer.forget_all()
         with self._changed:
-            for found in self._waiting:
+            for found in (*self._waiting, *self._sent):
                 found.is_given_up = True
             self._waiting.clear()
             everything = Slice(forget_all=True, is_complete=True)
@@ -230,13 +245,17 @@ class Desk:
             with self._changed:
                 self._changed.notify_all()
             while (found := self._next()) is not None:
-                self._send(found)
+                self._hand_over(found)
                 left = len(found)
                 while left > 0:
                     done: Done = self._receive(Done, self._settings.limit_s)
                     self._take(done)
                     left -= done.num_slices
                 with self._changed:
+                    for part in found:
+                        if not part.is_given_up:
+                            self._ended += part.finished
+                    self._sent = []
                     self._is_busy = False
                     self._changed.notify_all()
         except Exception as error:  # noqa: BLE001 - as above
@@ -246,23 +265,40 @@ class Desk:
             self._reap()
 
     def _next(self) -> list[Slice] | None:
-        """Wait for steps that are complete and return them in order; None once closed."""
+        """Gather steps that are complete and return them in order; None once closed."""
         with self._changed:
             self._changed.wait_for(
                 lambda: self._is_closed or (self._waiting and self._waiting[0].is_complete)
             )
-        self._closing.wait(GATHER_S)
-        found: list[Slice] = []
-        with self._changed:
+            self._hurry.wait_for(self._is_due, self._settings.gather_s)
             if self._is_closed:
                 return None
+            found: list[Slice] = []
             self._is_busy = True
-            while self._waiting and self._waiting[0].is_complete and len(found) < MAX_TOGETHER:
+            while self._waiting and self._waiting[0].is_complete:
                 found.append(self._waiting.popleft())
                 self._waiting_bytes -= found[-1].num_bytes
+            self._sent = found
         return found
 
-    def _send(self, message: Start | list[Slice]) -> None:
+    def _is_due(self) -> bool:
+        """Whether steps that wait are to be sent before their time."""
+        many = 2 * len(self._waiting) >= self._settings.max_behind
+        return bool(self._is_closed or self._num_hurrying or many)
+
+    def _hand_over(self, found: list[Slice]) -> None:
+        """Send steps in lots, each when the child has taken the one before.
+
+        Raises:
+            ShadowFault: As for `_send` and `_receive`.
+        """
+        for start in range(0, len(found), LOT):
+            end = start + LOT
+            self._send(Lot(slices=found[start:end], is_last=end >= len(found)))
+            if end < len(found):
+                self._receive(Done, self._settings.limit_s)
+
+    def _send(self, message: Start | Lot) -> None:
         """Send a message.
 
         Raises:
@@ -325,7 +361,7 @@ class Desk:
         counters.add("compared_logprobs", done.compared_logprobs)
         for req_id, reason in done.dropped.items():
             counters.add("dropped_requests")
-            self._gone.append(req_id)
+            self._dropped.append(req_id)
             self._write({"kind": "dropped", "request": req_id, "reason": reason})
         for finding in done.findings:
             is_tie = finding["verdict"] == "near tie"
@@ -346,7 +382,6 @@ class Desk:
         _logger.error("shadow: abandoned, V1 serves on: %s", reason)
         self._write({"kind": "abandoned", "reason": reason})
         self._end_child()
-        self._closing.set()
         with self._changed:
             for found in self._waiting:
                 found.is_given_up = True
@@ -354,6 +389,7 @@ class Desk:
             self._is_busy = False
             self._is_closed = True
             self._changed.notify_all()
+            self._hurry.notify_all()
 
     def _end_child(self) -> None:
         if self._child.poll() is None:

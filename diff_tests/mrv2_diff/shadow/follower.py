@@ -111,7 +111,8 @@ class Follower:
         self._runner = runner
         self._trace = trace
         self._room = room
-        self._max_num_tokens = max_num_tokens
+        self.max_num_tokens = max_num_tokens
+        """Of a step."""
         self._dtype = dtype
         self._returns_raw = returns_raw
         self._requests: dict[str, _Followed] = {}
@@ -123,7 +124,7 @@ class Follower:
     @torch.inference_mode()
     def run(self, part: Slice) -> Done:
         """Run a slice and compare what V1 answered."""
-        done = Done(num_slices=1)
+        done = Done(num_slices=part.num_steps)
         gone = list(self._requests) if part.forget_all else part.finished
         for req_id in gone:
             self._drop(req_id)
@@ -169,7 +170,7 @@ class Follower:
     def _catch_up(self, work: Sequence[Work]) -> None:
         """Compute what V1 did not have to, in steps of our own."""
         while True:
-            step, room = _Step(), self._max_num_tokens
+            step, room = _Step(), self.max_num_tokens
             for asked in work:
                 request = self._requests[asked.req_id]
                 num_tokens = min(asked.start - request.num_computed, room)

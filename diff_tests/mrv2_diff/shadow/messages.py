@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-from mrv2_diff.shadow.slices import Room
+from mrv2_diff.shadow.slices import Room, Slice
 from mrv2_diff.shadow.weights import SharedWeights
 
 
@@ -34,6 +34,16 @@ class Ready:
     """Parameters that lie in V1's memory."""
     num_own: int
     """Parameters that could not be shared."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lot:
+    """Slices, in V1's order: a part of what was gathered, small enough to be sent at once."""
+
+    slices: list[Slice]
+    is_last: bool
+    """Whether they are to be run now, with those of the lots before; if not, a `Done` of no slice
+    is the answer."""
 
 
 @dataclass(slots=True, kw_only=True)

@@ -12,11 +12,21 @@ KV_BYTES_VAR = "MRV2_SHADOW_KV_BYTES"
 FILE_VAR = "MRV2_SHADOW_FILE"
 LIMIT_VAR = "MRV2_SHADOW_LIMIT_S"
 BEHIND_VAR = "MRV2_SHADOW_MAX_BEHIND"
+GATHER_VAR = "MRV2_SHADOW_GATHER_S"
 PRIORITY_VAR = "MRV2_SHADOW_PRIORITY"
 COUNTS_VAR = "MRV2_SHADOW_COUNTS"
 """Folder of the counters, set by the process that shows them and inherited by the workers."""
 PREFIX = "MRV2_SHADOW_"
-KNOWN = (SHARE_VAR, KV_BYTES_VAR, FILE_VAR, LIMIT_VAR, BEHIND_VAR, PRIORITY_VAR, COUNTS_VAR)
+KNOWN = (
+    SHARE_VAR,
+    KV_BYTES_VAR,
+    FILE_VAR,
+    LIMIT_VAR,
+    BEHIND_VAR,
+    GATHER_VAR,
+    PRIORITY_VAR,
+    COUNTS_VAR,
+)
 IDLE = "idle"
 PRIORITIES = (IDLE, "normal")
 
@@ -34,8 +44,11 @@ class Settings:
     limit_s: float = 60.0
     """Longest time that one step of the shadow may take before it counts as hung; time in which it
     waits for a core is left out."""
-    max_behind: int = 256
+    max_behind: int = 1024
     """Steps that may wait for the shadow before it takes no further request."""
+    gather_s: float = 5.0
+    """Time in which steps are gathered, to be run together where they have no request in common; it
+    is over before when half of `max_behind` wait."""
     priority: str = IDLE
     """`idle`: it has the time of the cores that no other process wants. `normal`: as the server."""
 
@@ -65,6 +78,9 @@ def read_settings(environ: Mapping[str, str]) -> Settings:
     max_behind = _number(environ, BEHIND_VAR, float(default.max_behind))
     if max_behind < 1 or not max_behind.is_integer():
         raise ConfigError(f"{BEHIND_VAR}={max_behind:g}: must be a whole number of steps above 0")
+    gather_s = _number(environ, GATHER_VAR, default.gather_s)
+    if not 0 <= gather_s < 1e6:
+        raise ConfigError(f"{GATHER_VAR}={gather_s:g}: must be a number of seconds, 0 or more")
     priority = environ.get(PRIORITY_VAR, default.priority)
     if priority not in PRIORITIES:
         raise ConfigError(f"{PRIORITY_VAR}={priority!r}: must be one of {', '.join(PRIORITIES)}")
@@ -74,6 +90,7 @@ def read_settings(environ: Mapping[str, str]) -> Settings:
         file=Path(environ.get(FILE_VAR) or default.file).absolute(),
         limit_s=limit_s,
         max_behind=int(max_behind),
+        gather_s=gather_s,
         priority=priority,
     )
 

@@ -6,7 +6,7 @@ an empty dict.
 """
 
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -68,6 +68,23 @@ class Slice:
     """Whether V1's answers are in; steps are sent in their order."""
     is_given_up: bool = False
     """Whether nobody waits for the answers any more."""
+    num_steps: int = 1
+    """Of V1, of which this is a part."""
+
+    @property
+    def req_ids(self) -> set[str]:
+        """The requests that it is about."""
+        return {
+            *self.finished,
+            *self.restarted,
+            *(arrived.req_id for arrived in self.arrived),
+            *(work.req_id for work in self.work),
+        }
+
+    @property
+    def num_tokens(self) -> int:
+        """What V1 ran of the followed requests."""
+        return sum(work.end - work.start for work in self.work)
 
     @property
     def num_bytes(self) -> int:
@@ -96,6 +113,48 @@ class Slice:
         for index, req_id in enumerate(grammar_output.structured_output_request_ids):
             if req_id in followed:
                 self.grammar[req_id] = np.array(grammar_output.grammar_bitmask[index])
+
+    def join(self, other: "Slice") -> None:
+        """Take in a later slice that is about other requests."""
+        self.finished += other.finished
+        self.arrived += other.arrived
+        self.restarted += other.restarted
+        self.work += other.work
+        self.answers |= other.answers
+        self.grammar |= other.grammar
+        self.num_steps += other.num_steps
+
+
+def joined(slices: Sequence[Slice], max_num_tokens: int) -> list[Slice]:
+    """Put slices together that have no request in common, so that there are fewer steps to run.
+
+    Each request keeps the order of its slices, and what V1 ran together stays together. Each slice
+    goes as far to the front as that allows, so there are about as many steps left as the request
+    with the most slices has.
+
+    Args:
+        slices: In V1's order, with V1's answers. They are used up.
+        max_num_tokens: Of a step.
+    """
+    steps: list[Slice] = []
+    earliest: dict[str, int] = {}
+    first = 0
+    for part in slices:
+        if part.forget_all:
+            steps.append(part)
+            first = len(steps)
+            continue
+        req_ids = part.req_ids
+        at = max((earliest.get(req_id, first) for req_id in req_ids), default=first)
+        at = max(at, first)
+        while at < len(steps) and steps[at].num_tokens + part.num_tokens > max_num_tokens:
+            at += 1
+        if at < len(steps):
+            steps[at].join(part)
+        else:
+            steps.append(part)
+        earliest |= dict.fromkeys(req_ids, at + 1)
+    return steps
 
 
 _BYTES_OF_WORK = 500
@@ -161,6 +220,8 @@ class Slicer:
         self._count = count
         self._free = room.num_blocks
         self._followed: dict[str, int] = {}
+        self._ended: dict[str, list[int]] = {}
+        """Blocks of requests that V1 has ended, and the shadow not yet."""
         self._num_logprobs: dict[str, int | None] = {}
 
     @property
@@ -194,24 +255,45 @@ class Slicer:
         """Let go of every request, and return how many there were."""
         num_followed = len(self._followed)
         self._followed.clear()
+        self._ended.clear()
         self._num_logprobs.clear()
         self._free = self._room.num_blocks
         return num_followed
 
     def forget(self, req_id: str) -> None:
-        """Let go of a request."""
+        """Let go of a request that the shadow has dropped."""
         self._free += self._followed.pop(req_id, 0)
         self._num_logprobs.pop(req_id, None)
+
+    def give_back(self, req_id: str) -> None:
+        """Take back the room of a request that the shadow has ended, as V1 did before."""
+        if blocks := self._ended.get(req_id):
+            self._free += blocks.pop(0)
+            if not blocks:
+                del self._ended[req_id]
+
+    def _end(self, req_id: str) -> None:
+        """Follow a request no further.
+
+        It has its room until `give_back`: the shadow may run what arrives later before it runs this
+        one's end.
+        """
+        self._ended.setdefault(req_id, []).append(self._followed.pop(req_id))
+        self._num_logprobs.pop(req_id)
+
+    def _has_row(self) -> bool:
+        ended = sum(map(len, self._ended.values()))
+        return len(self._followed) + ended < self._room.max_num_reqs
 
     def _finished(self, scheduler_output: Any) -> list[str]:
         gone = [req_id for req_id in self._followed if req_id in scheduler_output.finished_req_ids]
         for req_id in gone:
-            self.forget(req_id)
+            self._end(req_id)
         return gone
 
     def _consider(self, new: Any, finished: list[str], is_behind: bool) -> Arrived | None:
         if new.req_id in self._followed:  # the next turn of a session: its rows start over
-            self.forget(new.req_id)
+            self._end(new.req_id)
             finished.append(new.req_id)
             self._count("dropped_requests")
             return None
@@ -227,7 +309,7 @@ class Slicer:
             self._count("busy_requests")
             return None
         needed = self._room.needed(len(new.prompt_token_ids), new.sampling_params.max_tokens)
-        if sum(needed) > self._free or len(self._followed) >= self._room.max_num_reqs:
+        if sum(needed) > self._free or not self._has_row():
             self._count("no_room_requests")
             return None
         self._free -= sum(needed)

@@ -13,16 +13,21 @@ from mrv2_diff.shadow.slices import Slice
 
 
 class FakeFollower:
-    """Finds something in each slice, and fails at a marked one."""
+    """Finds something in each step, and fails at a marked one."""
+
+    max_num_tokens = 100
 
     def run(self, part: Slice) -> Done:
         if part.forget_all:
             raise MemoryError
-        return Done(num_slices=1, compared_tokens=2, findings=[{"slice": part.finished[0]}])
+        return Done(
+            num_slices=part.num_steps, compared_tokens=2, findings=[{"slice": part.restarted[0]}]
+        )
 
 
 def slices(*names: str) -> list[Slice]:
-    return [Slice(finished=[name]) for name in names]
+    """Slices of one request, one behind the other."""
+    return [Slice(finished=["the same"], restarted=[name]) for name in names]
 
 
 def told(parts: list[Slice]) -> list[Done]:
@@ -35,6 +40,12 @@ def test_what_was_found_in_slices_is_told_together() -> None:
     assert (done.num_slices, done.compared_tokens) == (3, 6)
     assert [finding["slice"] for finding in done.findings] == ["a", "b", "c"]
     assert told([]) == []
+
+
+def test_slices_of_different_requests_are_run_together() -> None:
+    (done,) = told([Slice(restarted=["a"]), Slice(restarted=["b"]), Slice(restarted=["a"])])
+    assert done.num_slices == 3
+    assert [finding["slice"] for finding in done.findings] == ["a", "a"]
 
 
 def test_slices_that_take_long_are_told_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -40,7 +40,13 @@ send(Ready(
     num_shared=1, num_own=0,
 ))
 while True:
-    for part in receive():
+    lot = receive()
+    parts = list(lot.slices)
+    while not lot.is_last:
+        send(Done())
+        lot = receive()
+        parts += lot.slices
+    for part in parts:
         tokens = sum(len(answer.__slots__) > 0 for answer in part.answers.values())
         FAULT
         send(Done(num_slices=1, compared_tokens=tokens, findings=FINDINGS, dropped=DROPPED))
@@ -67,11 +73,15 @@ def begin(file: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Begun]:
         program: str = CHILD,
         limit_s: float = 20.0,
         max_behind: int = 256,
+        gather_s: float = 0.05,
     ) -> Desk:
         for name, text in {"FAULT": fault, "FINDINGS": findings, "DROPPED": dropped}.items():
             program = program.replace(name, text)
+        settings = Settings(
+            share=1.0, file=file, limit_s=limit_s, max_behind=max_behind, gather_s=gather_s
+        )
         desk = Desk(
-            Settings(share=1.0, file=file, limit_s=limit_s, max_behind=max_behind),
+            settings,
             Counters(None),
             [sys.executable, "-c", program],
             {**os.environ, "PYTHONPATH": path},
@@ -265,22 +275,95 @@ def test_the_kernel_says_how_long_a_process_waited_for_a_core() -> None:
     assert desks.starved_s(-1) == 0.0
 
 
-def test_steps_are_sent_together(begin: Begun, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(desks, "GATHER_S", 0.5)
-    sent: list[object] = []
+@pytest.fixture
+def sent(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """What goes to the child."""
+    found: list[Any] = []
     send = Desk._send
 
     def noted(self: Desk, message: Any) -> None:
-        sent.append(message)
+        found.append(message)
         send(self, message)
 
     monkeypatch.setattr(Desk, "_send", noted)
-    desk = begin()
+    return found
+
+
+def test_steps_are_gathered_until_somebody_waits_for_the_shadow(
+    begin: Begun, sent: list[Any]
+) -> None:
+    desk = begin(gather_s=300.0)
     desk.wait_until_idle(30)
     serve(desk, num_steps=20)
+    time.sleep(0.2)
+    assert len(sent) == 1, "the start"
     assert desk.wait_until_idle(30)
-    assert desk.report()["compared_tokens"] == 20
-    assert len(sent) == 2, "the start and one more"
+    assert [len(lot.slices) for lot in sent[1:]] == [20]
+    serve(desk, begin_at=20, num_steps=3)
+    time.sleep(0.2)
+    assert len(sent) == 2, "nobody waits any more"
+
+
+def test_steps_are_gathered_until_their_time_is_over(begin: Begun) -> None:
+    desk = begin(gather_s=0.3)
+    desk.wait_until_idle(30)
+    serve(desk, num_steps=5)
+    assert desk.report()["compared_tokens"] == 0
+    assert wait_for_tokens(desk, 5) == 5
+
+
+def test_steps_are_gathered_until_half_of_what_may_wait_does(begin: Begun, sent: list[Any]) -> None:
+    desk = begin(gather_s=300.0, max_behind=20)
+    desk.wait_until_idle(30)
+    serve(desk, num_steps=11)
+    assert wait_for_tokens(desk, 10) >= 10
+
+
+def test_many_steps_go_in_lots_that_are_run_together(begin: Begun, sent: list[Any]) -> None:
+    desk = begin(gather_s=300.0, max_behind=1000)
+    desk.wait_until_idle(30)
+    serve(desk, num_steps=2 * desks.LOT + 5)
+    assert desk.wait_until_idle(30)
+    lots = sent[1:]
+    assert [len(lot.slices) for lot in lots] == [desks.LOT, desks.LOT, 5]
+    assert [lot.is_last for lot in lots] == [False, False, True]
+    assert desk.report()["compared_tokens"] == 2 * desks.LOT + 5
+
+
+def test_room_comes_back_when_the_child_has_ended_a_request(begin: Begun) -> None:
+    """The child has 8 rows, and may run what arrives later before it runs an earlier end."""
+    desk = begin(gather_s=300.0)
+    desk.wait_until_idle(30)
+    for number in range(9):
+        serve(desk, req_id=f"r{number}", num_steps=1)
+        desk.begin(ending(f"r{number}"))
+    assert desk.report()["sampled_requests"] == 8
+    assert desk.report()["no_room_requests"] == 1
+    assert desk.wait_until_idle(30)
+    serve(desk, req_id="last", num_steps=1)
+    assert desk.report()["sampled_requests"] == 9
+
+
+def wait_for_tokens(desk: Desk, num_tokens: int) -> int:
+    """Wait, without hurrying the shadow, until so many were compared; return how many are."""
+    deadline = time.monotonic() + 20
+    while True:
+        compared = int(str(desk.report()["compared_tokens"]))
+        if compared >= num_tokens or time.monotonic() > deadline:
+            return compared
+        time.sleep(0.05)
+
+
+def ending(req_id: str) -> Any:
+    """A step in which a request is no more."""
+    return SimpleNamespace(
+        scheduled_new_reqs=[],
+        scheduled_cached_reqs=SimpleNamespace(
+            req_ids=[], num_computed_tokens=[], resumed_req_ids=set()
+        ),
+        num_scheduled_tokens={},
+        finished_req_ids={req_id},
+    )
 
 
 def test_what_the_child_drops_is_not_followed_any_longer(begin: Begun, file: Path) -> None:

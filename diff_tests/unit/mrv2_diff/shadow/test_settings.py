@@ -32,6 +32,7 @@ def test_every_value_is_read() -> None:
             "MRV2_SHADOW_FILE": "/tmp/x",
             "MRV2_SHADOW_LIMIT_S": "2.5",
             "MRV2_SHADOW_MAX_BEHIND": "7",
+            "MRV2_SHADOW_GATHER_S": "0.5",
             "MRV2_SHADOW_PRIORITY": "normal",
         }
     )
@@ -41,6 +42,7 @@ def test_every_value_is_read() -> None:
         file=Path("/tmp/x"),
         limit_s=2.5,
         max_behind=7,
+        gather_s=0.5,
         priority="normal",
     )
 
@@ -57,6 +59,8 @@ def test_every_value_is_read() -> None:
         ("MRV2_SHADOW_LIMIT_S", "0", "above 0"),
         ("MRV2_SHADOW_MAX_BEHIND", "0", "above 0"),
         ("MRV2_SHADOW_MAX_BEHIND", "many", "is no number"),
+        ("MRV2_SHADOW_GATHER_S", "-1", "must be a number of seconds, 0 or more"),
+        ("MRV2_SHADOW_GATHER_S", "nan", "must be a number of seconds, 0 or more"),
         ("MRV2_SHADOW_PRIORITY", "high", "must be one of idle, normal"),
         ("MRV2_SHADOW_SHARES", "1", "no such setting"),
     ],

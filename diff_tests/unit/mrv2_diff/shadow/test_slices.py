@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mrv2_diff.shadow.slices import Room, Slicer, Work, is_drawn
+from mrv2_diff.shadow.slices import Answered, Room, Slice, Slicer, Work, is_drawn, joined
 
 ROOM = Room(num_blocks=6, block_sizes=(32,), max_num_reqs=2, max_model_len=256)
 
@@ -136,8 +136,15 @@ def test_what_does_not_fit_is_not_followed_and_room_comes_back(counts: Counter[s
     cutter.cut(step([new("d", 1)]))
     assert counts["no_room_requests"] == 2  # rows: two at most
     cutter.cut(step(finished={"a", "c"}))
-    cutter.cut(step([new("e", 180)]))  # all six
-    assert cutter.followed == {"e": 6}
+    cutter.cut(step([new("e", 1)]))
+    assert counts["no_room_requests"] == 3  # the shadow has ended neither
+    cutter.give_back("c")
+    cutter.cut(step([new("f", 80)]))
+    assert counts["no_room_requests"] == 4  # two blocks are left
+    cutter.give_back("a")
+    cutter.give_back("a")  # once is enough
+    cutter.cut(step([new("g", 180)]))  # all six
+    assert cutter.followed == {"g": 6}
 
 
 def test_a_request_without_a_limit_needs_the_longest(counts: Counter[str]) -> None:
@@ -230,3 +237,54 @@ def test_logprobs_are_those_that_the_request_asked_for(
     assert found[0].tolist() == [10, 5, 6][:kept]
     assert found[1].tolist() == [-2.5, -1.25, -1.5][:kept]
     assert found[0].base is None, "the batch's own lists would be kept"
+
+
+def work(*asked: tuple[str, int], **further: Any) -> Slice:
+    """A slice with tokens of requests."""
+    return Slice(
+        work=[Work(req_id=req_id, start=0, end=num_tokens) for req_id, num_tokens in asked],
+        answers={req_id: Answered(token_id=num_tokens) for req_id, num_tokens in asked},
+        **further,
+    )
+
+
+def ids(parts: list[Slice]) -> list[list[str]]:
+    return [[one.req_id for one in part.work] for part in parts]
+
+
+def test_slices_without_a_common_request_are_joined() -> None:
+    parts = [work(("a", 5)), work(("a", 1)), work(("b", 6)), work(("a", 1)), work(("b", 1))]
+    found = joined(parts, 64)
+    assert ids(found) == [["a", "b"], ["a", "b"], ["a"]]
+    assert [part.num_steps for part in found] == [2, 2, 1]
+    assert {name: one.token_id for name, one in found[0].answers.items()} == {"a": 5, "b": 6}
+
+
+def test_what_v1_ran_together_stays_together() -> None:
+    parts = [work(("a", 1)), work(("a", 1), ("b", 1)), work(("b", 1)), work(("c", 1))]
+    assert ids(joined(parts, 64)) == [["a", "c"], ["a", "b"], ["b"]]
+
+
+def test_a_joined_step_has_no_more_tokens_than_it_may() -> None:
+    parts = [work(("a", 40)), work(("b", 30)), work(("c", 24)), work(("b", 1)), work(("d", 64))]
+    assert ids(joined(parts, 64)) == [["a", "c"], ["b"], ["b"], ["d"]]
+
+
+def test_an_end_stays_behind_its_request_and_nothing_passes_a_forgetting() -> None:
+    parts = [
+        work(("a", 1)),
+        work(("b", 1), finished=["a"]),
+        Slice(forget_all=True),
+        work(("c", 1)),
+        work(("c", 1)),
+    ]
+    found = joined(parts, 64)
+    assert ids(found) == [["a"], ["b"], [], ["c"], ["c"]]
+    assert (found[1].finished, found[2].forget_all) == (["a"], True)
+
+
+def test_the_end_of_one_and_the_arrival_of_the_next_with_its_id_keep_their_order() -> None:
+    parts = [work(("a", 3)), Slice(finished=["a"]), work(("a", 4)), work(("b", 1))]
+    found = joined(parts, 64)
+    assert ids(found) == [["a", "b"], [], ["a"]]
+    assert found[1].finished == ["a"]
