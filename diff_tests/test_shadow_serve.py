@@ -17,7 +17,7 @@ import httpx
 import pytest
 
 from mrv2_diff.drivers.server import free_port, serve_command, serve_environment
-from mrv2_diff.drivers.shadow_load import ARGUMENTS, Arm, load, repeatable, started
+from mrv2_diff.drivers.shadow_load import Arm, load, repeatable, serve_arguments, started
 from mrv2_diff.models import ModelSpec, cached_model
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
@@ -138,7 +138,7 @@ def test_metrics_show_the_counters(served: dict[str, Any], fault: str) -> None:
 
 def test_a_wrong_setting_is_refused_in_one_line_before_an_engine_starts() -> None:
     done = subprocess.run(
-        serve_command(cached_model(ModelSpec()), free_port(), ARGUMENTS),
+        serve_command(cached_model(ModelSpec()), free_port(), serve_arguments()),
         env=serve_environment({"MRV2_RUNNER": "shadow", "MRV2_SHADOW_SHARE": "20"}),
         capture_output=True,
         text=True,

@@ -42,6 +42,8 @@ class Server:
 
     url: str
     log: Path
+    pid: int = 0
+    """The process that answers; the engine's is a child of it."""
 
     def report(self) -> dict[str, Any] | None:
         """Return what its worker says of its runner; None where the worker has no such method."""
@@ -70,9 +72,9 @@ def assert_mrv2_served(report: Mapping[str, Any] | None) -> None:
 
 def serve_command(model: Path, port: int, arguments: Sequence[str] = ()) -> list[str]:
     """Return the command that serves `model` on a port of this machine."""
-    vllm = Path(sys.executable).with_name("vllm")
+    vllm = (sys.executable, "-m", "vllm.entrypoints.cli.main")  # a script is not always installed
     place = ("--host", "127.0.0.1", "--port", str(port))
-    return [str(vllm), "serve", str(model), *place, *arguments]
+    return [*vllm, "serve", str(model), *place, *arguments]
 
 
 def serve_environment(environ: Mapping[str, str]) -> dict[str, str]:
@@ -111,7 +113,7 @@ def serving(
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
-    server = Server(f"http://127.0.0.1:{port}", log)
+    server = Server(f"http://127.0.0.1:{port}", log, process.pid)
     try:
         _wait_until_up(server, process)
         yield server
