@@ -7,10 +7,10 @@
 # Writes logs and figures into the folder OUT, goes on after a part that failed, and ends with a
 # summary; status 1 where a part failed. Needs a vLLM for CUDA and this project's entry points in
 # PYTHON's environment; the code that runs is this tree's. PARTS names the parts to run, all but
-# `bench` and `lockstep` by default, which takes about eight minutes. `bench` sets whole engines side by
-# side for BENCH_LIMIT seconds, with the options BENCH_OPTIONS of `mrv2-diff bench`. `lockstep` runs
-# every case beside V1, eagerly and with CUDA graphs, for most of ten minutes, with the options LOCKSTEP
-# of run_lockstep.py.
+# `bench`, `lockstep` and `shadow` by default, which takes about eight minutes. `bench` sets whole
+# engines side by side for BENCH_LIMIT seconds, with the options BENCH_OPTIONS of `mrv2-diff bench`.
+# `lockstep` runs every case beside V1, eagerly and with CUDA graphs, for most of ten minutes, with the
+# options LOCKSTEP of run_lockstep.py. `shadow` follows requests beside engines and servers of V1.
 set -u
 root=$(cd "$(dirname "$0")/../.." && pwd)
 cd "$root" || exit 1
@@ -48,6 +48,8 @@ part kernels 330 $test diff_tests/test_ops.py diff_tests/unit diff_tests/gpu/tes
 kernels=$!
 part engines 300 $test diff_tests/gpu/test_engines.py || failed+=(engines)
 wait $kernels || failed+=(kernels)
+part shadow 580 $python -m pytest --tb=short --durations=5 \
+  diff_tests/test_shadow.py diff_tests/test_shadow_serve.py || failed+=(shadow)
 part times 220 "$python" diff_tests/gpu/step_times.py "$OUT/step_times.json" || failed+=(times)
 part sampling 200 "$python" diff_tests/gpu/bench_sampling.py "$OUT/sampling.json" \
   || failed+=(sampling)

@@ -94,7 +94,7 @@ class Follower:
         room: What there is for requests. Block 0 is never given away: vLLM's layers may write what
             belongs to no request there.
         max_num_tokens: Of a step.
-        dtype: Of the model.
+        dtype: In whose spacings differences are judged.
         returns_raw: Whether logprobs are those of the raw logits.
     """
 
