@@ -234,7 +234,7 @@ def started(
     further: dict[str, str] | None = None,
     arguments: Sequence[str] = (),
 ) -> list[Arm]:
-    """Start the servers, all at once, and wait until their shadows follow.
+    """Start the servers and wait until their shadows follow.
 
     Args:
         arms: As `ARMS`.
@@ -259,7 +259,8 @@ def started(
         )
         return Arm(name, server)
 
-    with ThreadPoolExecutor(len(arms)) as pool:
+    # On a CUDA device vLLM fails if memory is given back there while it measures its own.
+    with ThreadPoolExecutor(len(arms) if device() == "cpu" else 1) as pool:
         found = list(pool.map(start, arms.keys(), arms.values()))
     for arm in found:
         _bind_engine(arm.server.pid)

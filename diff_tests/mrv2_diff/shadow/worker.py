@@ -128,29 +128,37 @@ class ShadowWorker(_Worker):
         )
 
 
-class Overheard(AsyncModelRunnerOutput):
-    """V1's output, from which a desk learns the answers when vLLM asks for them.
+def overheard_class(base: Any) -> Any:
+    """Return a class of V1's outputs from which a desk learns the answers when vLLM asks for them.
+
+    Its arguments are V1's output, the shadow's desk, and the slice of its step.
 
     Args:
-        output: V1's.
-        desk: The shadow's.
-        found: The slice of its step.
+        base: vLLM's `AsyncModelRunnerOutput`. Whatever else a version of vLLM has there, abstract
+            or not, is V1's output's own.
     """
 
-    def __init__(self, output: AsyncModelRunnerOutput, desk: Desk, found: Slice) -> None:
-        self._output = output
-        self._desk = desk
-        self._found = found
+    def begin(self: Any, output: Any, desk: Desk, found: Slice) -> None:
+        self._output, self._desk, self._found = output, desk, found
 
-    def get_output(self) -> ModelRunnerOutput:
-        """Wait for V1's output and return it as it is."""
-        output = self._output.get_output()
+    def get_output(self: Any) -> ModelRunnerOutput:
+        output: ModelRunnerOutput = self._output.get_output()
         self._desk.answer(self._found, output)
         return output
 
-    def __getattr__(self, name: str) -> Any:
-        """Answer whatever else vLLM asks of V1's output."""
-        return getattr(self._output, name)
+    def passed_on(name: str) -> property:
+        return property(lambda self: getattr(self._output, name))
+
+    public = {name: passed_on(name) for name in vars(base) if not name.startswith("_")}
+    own = {
+        "__init__": begin,
+        "get_output": get_output,
+        "__getattr__": lambda self, name: getattr(self._output, name),
+    }
+    return type(base)("Overheard", (base,), {**public, **own})
+
+
+Overheard = overheard_class(AsyncModelRunnerOutput)
 
 
 def refusal(params: Any) -> str | None:
