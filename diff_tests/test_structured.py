@@ -87,7 +87,7 @@ def outcomes() -> dict[tuple[str, str], Outcome]:
                 # Prompts run in chunks, and there are too few blocks for all.
                 "max_num_batched_tokens": 32,
                 "block_size": 32,
-                "num_gpu_blocks_override": 14,
+                "num_gpu_blocks_override": 10,
                 "structured_outputs_config": {"backend": backend, "disable_any_whitespace": True},
             },
             prompts=[

@@ -52,10 +52,10 @@ from mrv2_diff.models import ModelSpec, cached_model
 NUM_CLIENTS = 30
 NUM_REQUESTS = 1200
 """Of one load: 10 s."""
-NUM_BEFORE = 700
-"""Requests right before a load that are not counted: 6 s, in which a shadow gathers its first
-steps. It runs them, and later ones, while the load lasts."""
-NUM_ROUNDS = 3
+NUM_BEFORE = 350
+"""Requests right before a load that are not counted: 3 s. A shadow runs what it has gathered each
+5 s, so twice in the 10 s of a load, as it would go on doing."""
+NUM_ROUNDS = 2
 """Of one life of the servers, which takes 50 s to begin on two cores."""
 IN_FIRST_ROUND = ("shadow 20 %",)
 """Servers that are loaded in the first round of a life only: they are shown, but not judged."""
@@ -418,7 +418,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         description="What a shadow costs those who are served, by servers side by side.",
     )
     parser.add_argument(
-        "--minutes", type=_minutes, default=35.0, help="of all, starts included (default: 35)"
+        "--minutes", type=_minutes, default=31.0, help="of all, starts included (default: 31)"
     )
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the figures as JSON")
     given = parser.parse_args(arguments)

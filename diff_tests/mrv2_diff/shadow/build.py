@@ -80,6 +80,7 @@ def _adapt(config: VllmConfig, start: Start) -> None:
     """Make a config that V1 has no part in any more the shadow's."""
     config.parallel_config.worker_cls = WORKERS[start.platform]
     config.scheduler_config.async_scheduling = False
+    config.scheduler_config.max_num_seqs = start.max_num_reqs
     config.cache_config.gpu_memory_utilization = 1e-4  # vLLM refuses a device that it cannot have
     config.cache_config.kv_cache_memory_bytes = start.kv_bytes
     config.cache_config.num_gpu_blocks = start.num_blocks

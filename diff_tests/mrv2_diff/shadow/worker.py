@@ -22,6 +22,9 @@ _COPIED_FROM_CACHE_CONFIG = ("block_size", "kv_cache_layout", "hash_block_size",
                              "cache_hit_alignment_tokens")  # fmt: skip
 """What the engine settles after a worker was built, and a copy of the config from before lacks."""
 
+ROWS = 4
+"""Times V1's: a request keeps its row until the shadow has ended it, which is after V1 has."""
+
 logger = init_logger(f"vllm.{__name__}")  # a child of vLLM's: no other has a handler
 
 
@@ -117,10 +120,14 @@ class ShadowWorker(_Worker):
                 value = getattr(self.vllm_config.cache_config, name)
                 setattr(config.cache_config, name, value)
         kv_bytes = self._shadow_settings.kv_bytes
+        max_num_reqs = ROWS * self.model_runner.max_num_reqs
         return Start(
             vllm_config=config,
             kv_cache_config=self._shadow_kv_cache_config,
-            num_blocks=_num_blocks(self.model_runner, self._shadow_kv_cache_config, kv_bytes),
+            num_blocks=_num_blocks(
+                self.model_runner, self._shadow_kv_cache_config, kv_bytes, max_num_reqs
+            ),
+            max_num_reqs=max_num_reqs,
             kv_bytes=kv_bytes,
             weights=_share(self.model_runner.get_model()),
             platform=device.kind(),
@@ -180,7 +187,7 @@ def child_environment(environ: dict[str, str]) -> dict[str, str]:
     }
 
 
-def _num_blocks(runner: Any, kv_cache_config: Any, kv_bytes: int) -> int:
+def _num_blocks(runner: Any, kv_cache_config: Any, kv_bytes: int, max_num_reqs: int) -> int:
     """Return how many blocks fit the budget, but no more than can be used.
 
     Raises:
@@ -195,7 +202,7 @@ def _num_blocks(runner: Any, kv_cache_config: Any, kv_bytes: int) -> int:
         -(-runner.max_model_len // group.kv_cache_spec.block_size)
         for group in kv_cache_config.kv_cache_groups
     )
-    fitting = min(kv_bytes // block_bytes, 1 + runner.max_num_reqs * longest)
+    fitting = min(kv_bytes // block_bytes, 1 + max_num_reqs * longest)
     if fitting < 2:
         raise ConfigError(
             f"{KV_BYTES_VAR}={kv_bytes}: a KV block of this model takes {block_bytes} bytes and "

@@ -128,17 +128,20 @@ def kv_facts(kv_cache_config: Any) -> KVFacts:
                 for tensor in kv_cache_config.kv_cache_tensors
             }.values()
         ),
-        groups=[
-            KVGroupFacts(
-                spec=type(group.kv_cache_spec).__name__,
-                values={
-                    name: str(value)[:512] for name, value in _fields(group.kv_cache_spec).items()
-                },
-                layers=list(group.layer_names),
-            )
-            for group in kv_cache_config.kv_cache_groups
-        ],
+        groups=group_facts(kv_cache_config.kv_cache_groups),
     )
+
+
+def group_facts(kv_cache_groups: list[Any]) -> list[KVGroupFacts]:
+    """Return what the KV groups of a replay must be."""
+    return [
+        KVGroupFacts(
+            spec=type(group.kv_cache_spec).__name__,
+            values={name: str(value)[:512] for name, value in _fields(group.kv_cache_spec).items()},
+            layers=list(group.layer_names),
+        )
+        for group in kv_cache_groups
+    ]
 
 
 def _fields(spec: Any) -> dict[str, Any]:
@@ -196,7 +199,7 @@ def spec_of(tiny: Tiny) -> ModelSpec:
     return ModelSpec(**msgspec.structs.asdict(tiny))
 
 
-def differences(recorded: msgspec.Struct, now: msgspec.Struct) -> list[str]:
+def differences(recorded: object, now: object) -> list[str]:
     """Return what differs, a line for each value."""
     from deepdiff import DeepDiff  # half a second, and only where two are compared
 

@@ -100,6 +100,7 @@ def start_message() -> Start:
         vllm_config=None,
         kv_cache_config=None,
         num_blocks=51,
+        max_num_reqs=8,
         kv_bytes=1,
         weights=SharedWeights(),
         platform="cpu",
