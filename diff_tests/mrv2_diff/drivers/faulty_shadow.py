@@ -20,7 +20,7 @@ from mrv2_diff.shadow import child
 
 FAULT_VAR = "MRV2_DIFF_FAULT"
 AFTER = 3
-"""Slices that run well before."""
+"""Steps that run well before."""
 
 
 def _raise() -> None:

@@ -1,9 +1,9 @@
 """How much worse those are served who are served beside a shadow, with an interval and a verdict.
 
-The unit is a block: one life of the servers, with all their loads. Two servers of the same differ
-by more than two loads of one, and requests of one load have too much in common (the minute, the
-batches) to be drawn one by one. So the bootstrap draws whole blocks, with the loads of both sides
-together.
+The unit is a life of the servers, with all its loads: two servers of the same differ by more than
+two loads of one, and requests of one load have too much in common (the minute, the batches) to be
+taken one by one. Each life gives one ratio of each figure; their mean, and Student's interval of
+it, are taken of the logarithms.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,14 +14,13 @@ import numpy.typing as npt
 
 BOUND = 0.03
 """Most that any figure may be worse."""
-MIN_BLOCKS = 8
-"""A bootstrap of fewer blocks knows too little of their spread."""
+MIN_LIVES = 6
+"""An interval of fewer is wide, and leans on the normal distribution."""
 PASS = "PASS"
 FAIL = "FAIL"
 INCONCLUSIVE = "INCONCLUSIVE"
-_RESAMPLES = 1000
-_LEVELS = (2.5, 97.5)
-"""Percentiles that a 95 % interval ends at."""
+_LEVEL = 0.975
+"""Of the upper end of a 95 % interval."""
 
 Array = npt.NDArray[np.float64]
 
@@ -35,8 +34,8 @@ class Load:
     wall_s: float
 
 
-Block = Sequence[Load]
-"""The loads of one side in one life of its servers."""
+Loads = Sequence[Load]
+"""Those of one server in one life."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,12 +46,12 @@ class Worse:
     low: float
     high: float
     """Ends of the 95 % interval."""
-    blocks: int
+    lives: int
 
     @property
     def verdict(self) -> str:
         """Whether the whole interval is on one side of the bound."""
-        if self.blocks < MIN_BLOCKS:
+        if self.lives < MIN_LIVES:
             return INCONCLUSIVE
         if self.high <= BOUND:
             return PASS
@@ -62,26 +61,26 @@ class Worse:
         return f"{self.value:+.1%} [{self.low:+.1%}, {self.high:+.1%}]"
 
 
-def mean_s(loads: Block) -> float:
+def mean_s(loads: Loads) -> float:
     """Return the mean latency in seconds."""
     return float(_latencies(loads).mean())
 
 
-def p99_s(loads: Block) -> float:
+def p99_s(loads: Loads) -> float:
     """Return the 99th percentile of latency in seconds, of all loads together."""
     return float(np.percentile(_latencies(loads), 99))
 
 
-def requests_per_s(loads: Block) -> float:
+def requests_per_s(loads: Loads) -> float:
     """Return the throughput."""
     return len(_latencies(loads)) / sum(load.wall_s for load in loads)
 
 
-def _latencies(loads: Block) -> Array:
+def _latencies(loads: Loads) -> Array:
     return np.concatenate([load.latencies for load in loads])
 
 
-Figure = Callable[[Block], float]
+Figure = Callable[[Loads], float]
 
 FIGURES: dict[str, tuple[Figure, bool]] = {
     "mean_s": (mean_s, False),
@@ -91,44 +90,44 @@ FIGURES: dict[str, tuple[Figure, bool]] = {
 """Each figure, and whether more is better."""
 
 
-def figures(blocks: Sequence[Block]) -> dict[str, float]:
-    """Return the figures of one side over all blocks."""
-    loads = [load for block in blocks for load in block]
+def figures(loads: Loads) -> dict[str, float]:
+    """Return the figures of loads."""
     return {name: figure(loads) for name, (figure, _) in FIGURES.items()}
 
 
-def compare(candidate: Sequence[Block], reference: Sequence[Block]) -> dict[str, Worse]:
+def compare(candidate: Sequence[Loads], *references: Sequence[Loads]) -> dict[str, Worse]:
     """Return by how much each figure is worse.
 
     Args:
-        candidate: The loads of one side in each block.
-        reference: Those of V1 alone in the same blocks; there may be more or fewer of them.
+        candidate: The loads of one server in each life.
+        references: Those of servers of V1 alone in the same lives. Their geometric mean counts.
 
     Raises:
-        ValueError: Blocks are missing on one side, or there is none.
+        ValueError: Lives are missing on one side, or there is none.
     """
-    if len(candidate) != len(reference) or not candidate:
-        raise ValueError(
-            f"{len(candidate)} and {len(reference)} blocks; both need the same, and at least one"
+    numbers = [len(lives) for lives in (candidate, *references)]
+    if len(numbers) < 2 or len(set(numbers)) > 1 or not numbers[0]:
+        raise ValueError(f"{numbers} lives of each; both sides need the same, and at least one")
+    mine, *theirs = ([figures(loads) for loads in lives] for lives in (candidate, *references))
+    return {
+        name: _interval(
+            (-1.0 if more_is_better else 1.0)
+            * (_logs(mine, name) - np.mean([_logs(one, name) for one in theirs], axis=0))
         )
-    num_blocks = len(candidate)
-    drawn = np.random.default_rng(0).integers(num_blocks, size=(_RESAMPLES, num_blocks))
-    values = _worse(candidate, reference, range(num_blocks))
-    spread = np.array(
-        [list(_worse(candidate, reference, rows).values()) for rows in drawn.tolist()]
-    )
-    lows, highs = np.percentile(spread, _LEVELS, axis=0)
-    return {
-        name: Worse(value=value, low=float(low), high=float(high), blocks=num_blocks)
-        for (name, value), low, high in zip(values.items(), lows, highs, strict=True)
-    }
-
-
-def _worse(
-    candidate: Sequence[Block], reference: Sequence[Block], rows: Sequence[int]
-) -> dict[str, float]:
-    mine, v1 = (figures([side[row] for row in rows]) for side in (candidate, reference))
-    return {
-        name: (v1[name] / mine[name] if more_is_better else mine[name] / v1[name]) - 1.0
         for name, (_, more_is_better) in FIGURES.items()
     }
+
+
+def _logs(lives: Sequence[dict[str, float]], name: str) -> Array:
+    return np.log([figures[name] for figures in lives])
+
+
+def _interval(logs: Array) -> Worse:
+    """Return mean and interval of one logarithm of a ratio for each life."""
+    from scipy.stats import t  # type: ignore[import-untyped]  # half a second
+
+    mean, half = float(logs.mean()), float("inf")
+    if len(logs) > 1:
+        half = float(t.ppf(_LEVEL, len(logs) - 1) * logs.std(ddof=1) / np.sqrt(len(logs)))
+    low, value, high = np.exp([mean - half, mean, mean + half]) - 1.0
+    return Worse(value=float(value), low=float(low), high=float(high), lives=len(logs))

@@ -3,7 +3,7 @@
     python -m mrv2_diff.drivers.shadow_load [--minutes M] [--out FILE]
 
 Four servers of V1 are up: two without a shadow, one whose shadow follows 1 % and one with 20 %. In
-each round each of them gets the same requests from 30 clients while the others idle. After a few
+each round each of them gets the same requests from 30 clients while the others idle. After two
 rounds all of them are ended and started anew, until the time is over. It passes if at 1 % mean
 latency, its 99th percentile and throughput are at most 3 % worse than V1's alone, by the whole of a
 95 % interval, if every server gave the same token ids each time, and if no shadow found a mismatch
@@ -16,6 +16,7 @@ import argparse
 import asyncio
 import json
 import os
+import random
 import sys
 import tempfile
 import time
@@ -57,8 +58,6 @@ NUM_BEFORE = 350
 5 s, so twice in the 10 s of a load, as it would go on doing."""
 NUM_ROUNDS = 2
 """Of one life of the servers, which takes 50 s to begin on two cores."""
-IN_FIRST_ROUND = ("shadow 20 %",)
-"""Servers that are loaded in the first round of a life only: they are shown, but not judged."""
 ARMS: dict[str, float | None] = {
     "v1": None,
     "v1 again": None,
@@ -262,8 +261,9 @@ def started(
     # On a CUDA device vLLM fails if memory is given back there while it measures its own.
     with ThreadPoolExecutor(len(arms) if device() == "cpu" else 1) as pool:
         found = list(pool.map(start, arms.keys(), arms.values()))
-    for arm in found:
-        _bind_engine(arm.server.pid)
+    if device() == "cpu":
+        for arm in found:
+            _bind_engine(arm)
     for arm, share in zip(found, arms.values(), strict=True):
         if share is not None and not arm.report(START_S)["up"]:
             raise RuntimeError(f"the shadow of {arm.name} is not up: {arm.report(0)}")
@@ -274,7 +274,7 @@ def started(
 class Measured:
     """What came out of all lives of the servers."""
 
-    blocks: dict[str, list[list[Load]]] = field(default_factory=dict)
+    lives: dict[str, list[list[Load]]] = field(default_factory=dict)
     """The loads of each server, of each life."""
     token_ids: list[list[int]] = field(default_factory=list)
     """Of the first load."""
@@ -288,7 +288,7 @@ class Measured:
         self.token_ids = self.token_ids or arms[0].token_ids[0]
         self.faults += faults(arms, self.token_ids, reports)
         for arm in arms:
-            self.blocks.setdefault(arm.name, []).append(arm.loads)
+            self.lives.setdefault(arm.name, []).append(arm.loads)
         for name, report in reports.items():
             before = self.reports.get(name, {})
             self.reports[name] = {
@@ -304,12 +304,11 @@ class Measured:
 
         V1's second server is compared with its first, and each other one with both of them.
         """
-        first, second = (self.blocks[name] for name in ALONE)
-        both = [[*one, *other] for one, other in zip(first, second, strict=True)]
-        shadows = (name for name in self.blocks if name not in ALONE)
+        first, second = (self.lives[name] for name in ALONE)
+        shadows = (name for name in self.lives if name not in ALONE)
         return {
             ALONE[1]: compare(second, first),
-            **{name: compare(self.blocks[name], both) for name in shadows},
+            **{name: compare(self.lives[name], first, second) for name in shadows},
         }
 
 
@@ -335,24 +334,38 @@ def one_life(
         for arm in arms:
             _answers(arm, bodies[:NUM_BEFORE])  # warm
             _settle(arm)
-        for number in range(NUM_ROUNDS):
+        for _ in range(NUM_ROUNDS):
             for name in next(orders):
-                if number and name in IN_FIRST_ROUND:
-                    continue
                 _answers(by_name[name], bodies[-NUM_BEFORE:])
                 load(by_name[name], bodies)
                 by_name[name].compared_late += _settle(by_name[name])
         return arms, {arm.name: arm.report(60) for arm in arms if ARMS[arm.name] is not None}
 
 
-def _bind_engine(server: int) -> None:
+def _bind_engine(arm: Arm) -> None:
     """Keep the thread that runs a server's steps on one core, as vLLM does on a CPU otherwise.
 
-    All else goes to the other cores, so loads of one server differ by less.
+    Loads of one server then differ by less.
+
+    Raises:
+        RuntimeError: There is no process that can be told to be the engine's.
     """
-    for process in psutil.Process(server).children(recursive=True):
-        if "EngineCore" in " ".join(process.cmdline()):
-            os.sched_setaffinity(process.pid, {0})  # of the main thread
+    engines = [
+        process.pid
+        for process in psutil.Process(arm.server.pid).children(recursive=True)
+        if "EngineCore" in " ".join(process.cmdline())
+    ]
+    if len(engines) != 1:
+        raise RuntimeError(f"{arm.name} has {len(engines)} processes named EngineCore, not one")
+    os.sched_setaffinity(engines[0], {min(os.sched_getaffinity(0))})  # of the main thread
+
+
+def _orders() -> list[tuple[str, ...]]:
+    """Return all orders of the servers, in pairs of one and its reverse, the pairs shuffled."""
+    orders = balanced_orders(list(ARMS))
+    pairs = list(zip(orders[::2], orders[1::2], strict=True))
+    random.Random(0).shuffle(pairs)
+    return [order for pair in pairs for order in pair]
 
 
 def measure(deadline: float) -> Measured:
@@ -361,8 +374,8 @@ def measure(deadline: float) -> Measured:
     No life is begun that would not be over by then, but there is one.
     """
     found, bodies, longest = Measured(), list[Body](), 0.0
-    orders = cycle(balanced_orders(list(ARMS)))
-    while not found.blocks or time.monotonic() + longest < deadline:
+    orders = cycle(_orders())
+    while not found.lives or time.monotonic() + longest < deadline:
         began = time.monotonic()
         with tempfile.TemporaryDirectory() as folder:
             found.add(*one_life(Path(folder), orders, bodies))
@@ -434,11 +447,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "clients": NUM_CLIENTS,
             "requests": NUM_REQUESTS,
             "model": asdict(MODEL),
-            "blocks": {
-                name: [figures([block]) for block in blocks]
-                for name, blocks in found.blocks.items()
+            "lives": {
+                name: [figures(loads) for loads in lives] for name, lives in found.lives.items()
             },
-            "figures": {name: figures(blocks) for name, blocks in found.blocks.items()},
+            "figures": {name: figures(_all(lives)) for name, lives in found.lives.items()},
             "worse": {
                 name: {figure: asdict(one) for figure, one in ones.items()}
                 for name, ones in worse.items()
@@ -453,8 +465,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _text(found: Measured, worse: dict[str, dict[str, Worse]], said: str) -> str:
-    first = found.blocks[ALONE[0]]
-    alone = figures(first)
+    first = found.lives[ALONE[0]]
+    alone = figures(_all(first))
     lines = [
         f"{NUM_CLIENTS} clients, {NUM_REQUESTS} requests a load, {NUM_ROUNDS} rounds of loads in "
         f"each life of the servers; lives: {len(first)}",
@@ -481,6 +493,10 @@ def _text(found: Measured, worse: dict[str, dict[str, Worse]], said: str) -> str
     parts = ", ".join(f"{name} {one.verdict}" for name, one in worse[JUDGED].items())
     lines += [*found.faults, f"verdict on {JUDGED}, at most {BOUND:.0%} worse: {said} ({parts})"]
     return "\n".join(lines) + "\n"
+
+
+def _all(lives: Sequence[Sequence[Load]]) -> list[Load]:
+    return [load for loads in lives for load in loads]
 
 
 def _minutes(text: str) -> float:

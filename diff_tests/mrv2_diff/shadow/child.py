@@ -12,7 +12,7 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -45,6 +45,7 @@ def main() -> int:
             if not isinstance(start, Start):
                 raise TypeError(f"the first message is a {type(start).__name__}")
             follower, ready = build(start)
+            follower.on_step = heartbeat(connection)
             if is_idle:
                 _take_only_what_nobody_wants()
             _send(connection, ready)
@@ -74,6 +75,19 @@ def answers(follower: "Follower", parts: Sequence[Slice]) -> Iterator[Done]:
             done, told = Done(), time.monotonic()
     if done.num_slices:
         yield done
+
+
+def heartbeat(connection: Connection) -> Callable[[], None]:
+    """Return what tells the desk now and then that steps are run, though no slice is done."""
+    told = time.monotonic()
+
+    def tell() -> None:
+        nonlocal told
+        if time.monotonic() - told > ANSWER_S:
+            _send(connection, Done())
+            told = time.monotonic()
+
+    return tell
 
 
 def _take_only_what_nobody_wants() -> None:

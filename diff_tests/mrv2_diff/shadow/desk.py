@@ -35,10 +35,12 @@ from mrv2_diff.shadow.weights import release
 START_LIMIT_S = 300.0
 """For the child to import vLLM, load the model and allocate."""
 MAX_WAITING_BYTES = 64 << 20
-"""Of steps that wait for the shadow. With more it gives up what it follows and goes on with the
-next requests; long before, it takes no further ones."""
+"""Of steps that wait for the shadow; it may have as many besides. With more it gives up what it
+follows and goes on with the next requests; long before, it takes no further ones."""
 LOT = 64
-"""Steps that are sent at once: while they are pickled, the serving thread cannot run."""
+LOT_BYTES = 1 << 20
+"""Most steps, and bytes of more than one step, that are sent at once: while they are pickled, the
+serving thread cannot run."""
 
 _logger = logging.getLogger(f"vllm.{__name__}")
 
@@ -141,7 +143,7 @@ class Desk:
                 self._open = found
             self._offer(found)
         except Exception as error:  # noqa: BLE001 - as above
-            self._abandon(f"a step could not be cut: {type(error).__name__}: {error}")
+            self.abandon(f"a step could not be cut: {type(error).__name__}: {error}")
 
     def end(self, grammar_output: Any) -> "Slice | None":
         """Return the slice of the step that `begin` saw, for `answer`; None if it has none."""
@@ -151,7 +153,7 @@ class Desk:
         try:
             found.constrain(grammar_output)
         except Exception as error:  # noqa: BLE001 - as above
-            self._abandon(f"a grammar could not be cut: {type(error).__name__}: {error}")
+            self.abandon(f"a grammar could not be cut: {type(error).__name__}: {error}")
         return found
 
     def answer(self, found: Slice, output: Any) -> None:
@@ -164,7 +166,7 @@ class Desk:
                 self._waiting_bytes += found.num_bytes
                 self._changed.notify_all()
         except Exception as error:  # noqa: BLE001 - as above
-            self._abandon(f"an output could not be read: {type(error).__name__}: {error}")
+            self.abandon(f"an output could not be read: {type(error).__name__}: {error}")
 
     def close(self) -> None:
         """End the child and the thread."""
@@ -180,7 +182,7 @@ class Desk:
         self._reap()
 
     def wait_until_idle(self, timeout_s: float) -> bool:
-        """Wait until the shadow has started and done all that it was given; for tests.
+        """Wait until the shadow has started and done all that it was given, without gathering.
 
         Returns:
             Whether it is so, or the shadow was abandoned.
@@ -260,7 +262,7 @@ class Desk:
                     self._changed.notify_all()
         except Exception as error:  # noqa: BLE001 - as above
             if not self._is_closed:
-                self._abandon(str(error) or type(error).__name__)
+                self.abandon(str(error) or type(error).__name__)
         finally:
             self._reap()
 
@@ -284,7 +286,8 @@ class Desk:
     def _is_due(self) -> bool:
         """Whether steps that wait are to be sent before their time."""
         many = 2 * len(self._waiting) >= self._settings.max_behind
-        return bool(self._is_closed or self._num_hurrying or many)
+        large = 2 * self._waiting_bytes >= MAX_WAITING_BYTES
+        return bool(self._is_closed or self._num_hurrying or many or large)
 
     def _hand_over(self, found: list[Slice]) -> None:
         """Send steps in lots, each when the child has taken the one before.
@@ -292,11 +295,17 @@ class Desk:
         Raises:
             ShadowFault: As for `_send` and `_receive`.
         """
-        for start in range(0, len(found), LOT):
-            end = start + LOT
-            self._send(Lot(slices=found[start:end], is_last=end >= len(found)))
-            if end < len(found):
+        sizes = [part.num_bytes for part in found]
+        start = 0
+        while start < len(found):
+            end = start + 1
+            while end < min(start + LOT, len(found)) and sum(sizes[start : end + 1]) <= LOT_BYTES:
+                end += 1
+            is_last = end == len(found)
+            self._send(Lot(slices=found[start:end], is_last=is_last))
+            if not is_last:
                 self._receive(Done, self._settings.limit_s)
+            start = end
 
     def _send(self, message: Start | Lot) -> None:
         """Send a message.
@@ -370,7 +379,7 @@ class Desk:
 
     # Both.
 
-    def _abandon(self, reason: str) -> None:
+    def abandon(self, reason: str) -> None:
         """Follow nothing any more; V1 serves on."""
         if self.fault is not None or self._is_closed:
             return

@@ -7,7 +7,7 @@ finding.
 """
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -113,6 +113,8 @@ class Follower:
         self._room = room
         self.max_num_tokens = max_num_tokens
         """Of a step."""
+        self.on_step: Callable[[], None] = lambda: None
+        """Called behind each step of a catch-up, of which one slice can need many."""
         self._dtype = dtype
         self._returns_raw = returns_raw
         self._requests: dict[str, _Followed] = {}
@@ -181,6 +183,7 @@ class Follower:
                 return
             self._execute(step)
             self._runner.sample_tokens(None)  # none of them draws
+            self.on_step()
 
     def _run_together(self, work: Sequence[Work], part: Slice, done: Done) -> None:
         """Run what V1 ran in this step, and compare what it drew."""

@@ -16,10 +16,10 @@ class Start:
     """V1's; the shadow's has its groups and fewer blocks."""
     num_blocks: int
     """Blocks of the shadow's KV cache, vLLM's null block among them."""
-    max_num_reqs: int
-    """Rows of the shadow."""
     kv_bytes: int
     """What they may take."""
+    max_num_reqs: int
+    """Rows of the shadow."""
     weights: SharedWeights
     platform: str
     """`cpu` or `cuda`."""

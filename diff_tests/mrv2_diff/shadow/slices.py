@@ -261,7 +261,13 @@ class Slicer:
         return num_followed
 
     def forget(self, req_id: str) -> None:
-        """Let go of a request that the shadow has dropped."""
+        """Let go of a request that the shadow has dropped.
+
+        Where an earlier one with its id is not ended yet, that one may have been dropped: then this
+        one keeps its room until its own end.
+        """
+        if req_id in self._ended:
+            return
         self._free += self._followed.pop(req_id, 0)
         self._num_logprobs.pop(req_id, None)
 

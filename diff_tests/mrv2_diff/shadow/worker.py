@@ -82,7 +82,11 @@ class ShadowWorker(_Worker):
         if found is None:
             return output
         if isinstance(output, AsyncModelRunnerOutput):
-            return Overheard(output, self._desk, found)
+            try:
+                return Overheard(output, self._desk, found)
+            except TypeError as error:  # a class of outputs that this one does not know
+                self._desk.abandon(f"V1's output cannot be overheard: {error}")
+                return output
         self._desk.answer(found, output)
         return output
 
@@ -121,13 +125,14 @@ class ShadowWorker(_Worker):
                 setattr(config.cache_config, name, value)
         kv_bytes = self._shadow_settings.kv_bytes
         max_num_reqs = ROWS * self.model_runner.max_num_reqs
+        num_blocks = _num_blocks(
+            self.model_runner, self._shadow_kv_cache_config, kv_bytes, max_num_reqs
+        )
         return Start(
             vllm_config=config,
             kv_cache_config=self._shadow_kv_cache_config,
-            num_blocks=_num_blocks(
-                self.model_runner, self._shadow_kv_cache_config, kv_bytes, max_num_reqs
-            ),
-            max_num_reqs=max_num_reqs,
+            num_blocks=num_blocks,
+            max_num_reqs=min(max_num_reqs, num_blocks - 1),  # each has a block at least
             kv_bytes=kv_bytes,
             weights=_share(self.model_runner.get_model()),
             platform=device.kind(),
@@ -141,8 +146,8 @@ def overheard_class(base: Any) -> Any:
     Its arguments are V1's output, the shadow's desk, and the slice of its step.
 
     Args:
-        base: vLLM's `AsyncModelRunnerOutput`. Whatever else a version of vLLM has there, abstract
-            or not, is V1's output's own.
+        base: vLLM's `AsyncModelRunnerOutput`. Whatever else a version of vLLM has there or above,
+            abstract or not, is read from V1's output.
     """
 
     def begin(self: Any, output: Any, desk: Desk, found: Slice) -> None:
@@ -156,13 +161,14 @@ def overheard_class(base: Any) -> Any:
     def passed_on(name: str) -> property:
         return property(lambda self: getattr(self._output, name))
 
-    public = {name: passed_on(name) for name in vars(base) if not name.startswith("_")}
+    names = [name for name in dir(base) if not name.startswith(("__", "_abc_"))]
     own = {
         "__init__": begin,
         "get_output": get_output,
         "__getattr__": lambda self, name: getattr(self._output, name),
     }
-    return type(base)("Overheard", (base,), {**public, **own})
+    passed = {name: passed_on(name) for name in names}
+    return type(base)("Overheard", (base,), {**passed, **own})
 
 
 Overheard = overheard_class(AsyncModelRunnerOutput)

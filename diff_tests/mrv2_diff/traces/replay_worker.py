@@ -5,16 +5,18 @@ the KV cache must agree with is put into `EXPECTED` before the engine starts.
 """
 
 import copy
+import logging
 from functools import cache
 from typing import Any
 from unittest import mock
 
 from mrv2_diff.lockstep import device
 from mrv2_diff.lockstep.subjects import Mrv2Subject, StepCopies, Subject, V1Subject
-from mrv2_diff.traces.events import KVFacts
+from mrv2_diff.traces.events import KVFacts, KVGroupFacts
 from mrv2_diff.traces.facts import differences, group_facts, kv_facts
 
 EXPECTED: list[KVFacts] = []
+_logger = logging.getLogger(f"vllm.{__name__}")
 
 
 class KVCacheDiffersError(ValueError):
@@ -44,6 +46,17 @@ def _check_unloaded(vllm_config: Any) -> None:
     Raises:
         KVCacheDiffersError: Says what differs.
     """
+    try:
+        groups = _unloaded_groups(vllm_config)
+    except Exception as error:  # noqa: BLE001 - a model that cannot be made without memory
+        _logger.warning("KV groups are compared once the weights are loaded: %s", error)
+        return
+    if found := differences(EXPECTED[0].groups, groups):
+        listed = "; ".join(f"['groups']{line}" for line in found)
+        raise KVCacheDiffersError(f"{listed}; no weights were loaded")
+
+
+def _unloaded_groups(vllm_config: Any) -> list[KVGroupFacts]:
     import torch
     from vllm.model_executor.model_loader.utils import initialize_model
     from vllm.utils.torch_utils import set_default_torch_dtype
@@ -58,9 +71,7 @@ def _check_unloaded(vllm_config: Any) -> None:
         torch.device("meta"),
     ):
         initialize_model(config)
-    groups = group_facts(kv_cache_groups(config, kv_cache_spec(config)))
-    if found := differences(EXPECTED[0].groups, groups):
-        raise KVCacheDiffersError(f"{'; '.join(found)}; no weights were loaded")
+    return group_facts(kv_cache_groups(config, kv_cache_spec(config)))
 
 
 def _check(kv_cache_config: Any) -> None:

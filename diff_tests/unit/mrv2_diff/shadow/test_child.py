@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import pickle
+from multiprocessing.connection import Pipe
 from typing import Any
 
 import pytest
 
 from mrv2_diff.shadow import child
-from mrv2_diff.shadow.child import answers
+from mrv2_diff.shadow.child import answers, heartbeat
 from mrv2_diff.shadow.messages import Done
 from mrv2_diff.shadow.slices import Slice
 
@@ -59,3 +61,14 @@ def test_what_was_found_before_an_error_is_told() -> None:
     assert next(found).num_slices == 2
     with pytest.raises(MemoryError):
         next(found)
+
+
+def test_steps_of_a_long_catch_up_are_heard_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    ours, theirs = Pipe()
+    with ours, theirs:
+        tell = heartbeat(theirs)
+        tell()
+        assert not ours.poll(), "at most once in a while"
+        monkeypatch.setattr(child, "ANSWER_S", -1.0)
+        tell()
+        assert pickle.loads(ours.recv_bytes()) == Done()

@@ -197,6 +197,21 @@ def test_an_id_can_come_again_in_the_step_in_which_it_ends(counts: Counter[str])
     assert cutter.followed == {"a": 1}
 
 
+def test_a_drop_that_may_be_an_earlier_ones_leaves_the_room_of_the_one_with_its_id(
+    counts: Counter[str],
+) -> None:
+    cutter = slicer(counts)
+    cutter.cut(step([new("a")]))
+    cutter.cut(step([new("a", 80)], finished={"a"}))
+    cutter.forget("a")
+    assert cutter.followed == {"a": 3}
+    cutter.give_back("a")
+    cutter.forget("a")
+    assert cutter.followed == {}
+    cutter.cut(step([new("b", 180)]))
+    assert cutter.followed == {"b": 6}
+
+
 def test_grammars_of_followed_requests_are_kept(counts: Counter[str]) -> None:
     cut = slicer(counts).cut(step([new("a")], go_on={"x": 3}))
     assert cut is not None

@@ -19,7 +19,17 @@ from mrv2_diff.shadow.worker import Overheard, overheard_class  # noqa: E402
 pytestmark = pytest.mark.vllm
 
 
-class Base(ABC):
+class Above(ABC):
+    """What it could be made of."""
+
+    @abstractmethod
+    def get_above(self) -> str: ...
+
+    def _own(self) -> str:
+        return "nobody's"
+
+
+class Base(Above):
     """What vLLM's class of outputs could be in another version."""
 
     @abstractmethod
@@ -39,6 +49,12 @@ class Output(Base):
 
     def get_output(self) -> str:
         return "the output"
+
+    def get_above(self) -> str:
+        return "from above"
+
+    def _own(self) -> str:
+        return "V1's"
 
     def get_more(self, number: int) -> str:
         return f"more of {number}"
@@ -60,6 +76,7 @@ def test_an_output_stays_v1s_whatever_its_class_has() -> None:
     heard: Any = overheard_class(Base)(Output(), desk, found)
     assert Base in type(heard).__mro__
     assert (heard.get_more(3), heard.get_rest(), heard.value) == ("more of 3", "V1's", "a value")
+    assert (heard.get_above(), heard._own()) == ("from above", "V1's")
     assert desk.heard == []
     assert heard.get_output() == "the output"
     assert desk.heard == [(found, "the output")]
