@@ -1,4 +1,4 @@
-"""The committed `PARITY.md` is what its records say, and so are the tables of GPU figures."""
+"""The committed `PARITY.md` is what its records say, and so are the tables of other figures."""
 
 import json
 import re
@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from mrv2_diff.drivers.shadow_cost import Worse, compare_figures
 from mrv2_diff.report.render import render_committed
 
 REPORTS = Path(__file__).resolve().parents[2] / "reports"
@@ -64,3 +65,30 @@ def test_gpu_tables_are_the_kept_figures() -> None:
     lines = (GPU / "README.md").read_text().splitlines()
     written = [line for line in lines if re.match(r"\| [^|]+ \| \d+ \|", line)]
     assert written == list(gpu_rows())
+
+
+SHADOWS = {
+    "V1 again": ("v1 again", ("v1",)),
+    "a share of 1 %": ("shadow 1 %", ("v1", "v1 again")),
+    "a share of 20 %": ("shadow 20 %", ("v1", "v1 again")),
+}
+"""Rows of the table in `docs/shadow.md`: a server, and those that it is compared with."""
+
+
+def percents(one: Worse) -> str:
+    value, low, high = (f"{100 * part:.1f}" for part in (one.value, one.low, one.high))
+    return f"{value} % [{low}, {high}]"
+
+
+def test_the_cost_of_a_shadow_is_that_of_its_record() -> None:
+    (path,) = (REPORTS / "shadow").glob("cost-*.json")
+    record = json.loads(path.read_text())
+    page = (REPORTS.parent / "docs" / "shadow.md").read_text()
+    for name, (server, references) in SHADOWS.items():
+        lives = record["lives"]
+        found = compare_figures(lives[server], *(lives[one] for one in references))
+        cells = [percents(found[figure]) for figure in ("mean_s", "p99_s", "requests_per_s")]
+        assert row(name, *cells) in page
+        for figure, one in found.items():
+            assert record["worse"][server][figure]["value"] == one.value
+    assert record["environment"]["commit"][:7] in page

@@ -6,7 +6,7 @@ taken one by one. Each life gives one ratio of each figure; their mean, and Stud
 it, are taken of the logarithms.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -96,10 +96,23 @@ def figures(loads: Loads) -> dict[str, float]:
 
 
 def compare(candidate: Sequence[Loads], *references: Sequence[Loads]) -> dict[str, Worse]:
-    """Return by how much each figure is worse.
+    """Return by how much each figure is worse, as `compare_figures`.
 
     Args:
         candidate: The loads of one server in each life.
+        references: Those of servers of V1 alone in the same lives.
+    """
+    mine, *theirs = ([figures(loads) for loads in lives] for lives in (candidate, *references))
+    return compare_figures(mine, *theirs)
+
+
+def compare_figures(
+    candidate: Sequence[Mapping[str, float]], *references: Sequence[Mapping[str, float]]
+) -> dict[str, Worse]:
+    """Return by how much each figure is worse.
+
+    Args:
+        candidate: The figures of one server in each life.
         references: Those of servers of V1 alone in the same lives. Their geometric mean counts.
 
     Raises:
@@ -108,17 +121,16 @@ def compare(candidate: Sequence[Loads], *references: Sequence[Loads]) -> dict[st
     numbers = [len(lives) for lives in (candidate, *references)]
     if len(numbers) < 2 or len(set(numbers)) > 1 or not numbers[0]:
         raise ValueError(f"{numbers} lives of each; both sides need the same, and at least one")
-    mine, *theirs = ([figures(loads) for loads in lives] for lives in (candidate, *references))
     return {
         name: _interval(
             (-1.0 if more_is_better else 1.0)
-            * (_logs(mine, name) - np.mean([_logs(one, name) for one in theirs], axis=0))
+            * (_logs(candidate, name) - np.mean([_logs(one, name) for one in references], axis=0))
         )
         for name, (_, more_is_better) in FIGURES.items()
     }
 
 
-def _logs(lives: Sequence[dict[str, float]], name: str) -> Array:
+def _logs(lives: Sequence[Mapping[str, float]], name: str) -> Array:
     return np.log([figures[name] for figures in lives])
 
 
