@@ -57,6 +57,16 @@ class Worse:
             return PASS
         return FAIL if self.low > BOUND else INCONCLUSIVE
 
+    def values(self) -> dict[str, float | None]:
+        """Return what a record keeps; no bounds where one life says nothing of them."""
+        known = np.isfinite(self.high)
+        return {
+            "value": self.value,
+            "low": self.low if known else None,
+            "high": self.high if known else None,
+            "lives": self.lives,
+        }
+
     def __str__(self) -> str:
         return f"{self.value:+.1%} [{self.low:+.1%}, {self.high:+.1%}]"
 

@@ -452,7 +452,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             },
             "figures": {name: figures(_all(lives)) for name, lives in found.lives.items()},
             "worse": {
-                name: {figure: asdict(one) for figure, one in ones.items()}
+                name: {figure: one.values() for figure, one in ones.items()}
                 for name, ones in worse.items()
             },
             "reports": found.reports,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -103,6 +104,8 @@ def test_one_life_says_nothing_of_the_spread() -> None:
     (found, *_) = compare(lives(1.2, num_lives=1), lives(1.0, num_lives=1)).values()
     assert found.value == pytest.approx(0.2)
     assert (found.low, found.high) == (-1.0, float("inf"))
+    kept = json.loads(json.dumps(found.values(), allow_nan=False))
+    assert (kept["low"], kept["high"], kept["lives"]) == (None, None, 1)
     assert found.verdict == INCONCLUSIVE
 
 
