@@ -1,5 +1,6 @@
 """The shadow's runner: mrv2's worker, built as vLLM's executor builds one."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -20,8 +21,12 @@ _SETTLED = ("kv_cache_layout", "hash_block_size", "cache_hit_alignment_tokens")
 """What the engine settles for a KV cache, whatever its size."""
 
 
-def build(start: Start) -> tuple[Follower, Ready]:
+def build(start: Start, on_step: Callable[[], None]) -> tuple[Follower, Ready]:
     """Load the model, adopt V1's weights, and allocate a KV cache.
+
+    Args:
+        start: The desk's first message.
+        on_step: As for `Follower`.
 
     Raises:
         UnsupportedByRunner: mrv2 does not serve the model's KV cache or attention backend.
@@ -63,6 +68,7 @@ def build(start: Start) -> tuple[Follower, Ready]:
         config.scheduler_config.max_num_batched_tokens,
         precision(config.model_config.dtype, start.platform),
         returns_raw=config.model_config.logprobs_mode == "raw_logprobs",
+        on_step=on_step,
     )
     return follower, Ready(room=room, num_shared=num_shared, num_own=num_own)
 

@@ -44,8 +44,7 @@ def main() -> int:
             start = _receive(connection)
             if not isinstance(start, Start):
                 raise TypeError(f"the first message is a {type(start).__name__}")
-            follower, ready = build(start)
-            follower.on_step = heartbeat(connection)
+            follower, ready = build(start, heartbeat(connection))
             if is_idle:
                 _take_only_what_nobody_wants()
             _send(connection, ready)

@@ -96,6 +96,7 @@ class Follower:
         max_num_tokens: Of a step.
         dtype: In whose spacings differences are judged.
         returns_raw: Whether logprobs are those of the raw logits.
+        on_step: Called behind each step of a catch-up, of which one slice can need many.
     """
 
     def __init__(
@@ -107,14 +108,14 @@ class Follower:
         dtype: torch.dtype,
         *,
         returns_raw: bool,
+        on_step: Callable[[], None] = lambda: None,
     ) -> None:
         self._runner = runner
         self._trace = trace
         self._room = room
         self.max_num_tokens = max_num_tokens
         """Of a step."""
-        self.on_step: Callable[[], None] = lambda: None
-        """Called behind each step of a catch-up, of which one slice can need many."""
+        self._on_step = on_step
         self._dtype = dtype
         self._returns_raw = returns_raw
         self._requests: dict[str, _Followed] = {}
@@ -183,7 +184,7 @@ class Follower:
                 return
             self._execute(step)
             self._runner.sample_tokens(None)  # none of them draws
-            self.on_step()
+            self._on_step()
 
     def _run_together(self, work: Sequence[Work], part: Slice, done: Done) -> None:
         """Run what V1 ran in this step, and compare what it drew."""
