@@ -222,11 +222,14 @@ class Runner:
             may_reject = results.sampled.num_sampled is not step.batch.num_logits
             tokens = DownloadedTokens(results.sampled, self.transfers, may_reject=may_reject)
         readers = parts.extensions.outputs(step)
-        if results is not None:
-            readers.update(results.readers)
-        logprobs = None if results is None else results.logprobs
-        pending = PendingOutput(layout, tokens, logprobs, self.transfers, readers, forced)
-        if results is not None:
+        if results is None:
+            pending = PendingOutput(layout, tokens, None, self.transfers, readers, forced)
+        else:
+            if results.readers:
+                readers = {**readers, **results.readers}
+            pending = PendingOutput(
+                layout, tokens, results.logprobs, self.transfers, readers, forced
+            )
             committed = results.sampled if forced is None else self._forced_tokens(layout, forced)
             parts.commit(step.batch, committed)
             self.trace.record("committed", committed)
@@ -352,8 +355,13 @@ class Runner:
         listed = scheduled if order is None else in_order(scheduled, order)
         if rows is None or order is not None:
             rows = self.rows.rows(listed.req_ids)
-        draws, batch_id = self.head.draws, next(self._batch_ids)
-        layout = layout_batch(listed, rows, batch_id=batch_id, draws=draws)
+        layout = layout_batch(
+            listed,
+            rows,
+            batch_id=next(self._batch_ids),
+            draws=self.head.draws,
+            may_draft=self.config.max_drafts > 0,
+        )
         if order is not None:
             layout.scheduled, layout.order = scheduled, order
         self.requests.agree(rows, layout.num_computed_tokens)
