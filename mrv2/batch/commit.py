@@ -23,8 +23,8 @@ class SampledTokens:
     """
 
     token_ids: Tensor
-    """[num_reqs, 1 + k] int64, contiguous, k the most drafts that a request of the step ran. Beyond a
-    request's `num_sampled` without meaning: rejected, or never drawn."""
+    """[num_reqs, 1 + k] int64, contiguous, k the most drafts that a request of the step ran. What
+    stands beyond a request's `num_sampled` has no meaning: rejected, or never drawn."""
     num_sampled: Tensor
     """[num_reqs] int32. Of a request with n logits 1 to n, of one with none 0."""
 
