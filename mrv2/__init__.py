@@ -14,15 +14,8 @@ from mrv2.errors import (
 )
 from mrv2.graphs.capture import Graph, GraphMaker
 from mrv2.output import Logprobs, PendingOutput, RunnerOutput
-from mrv2.plan import (
-    Arrival,
-    Continuation,
-    NextDecode,
-    Sampling,
-    Scheduled,
-    StepPlan,
-    sampling_faults,
-)
+from mrv2.params import Sampling, sampling_faults
+from mrv2.plan import Arrival, Continuation, NextDecode, Scheduled, StepPlan
 from mrv2.runner import Runner, StepInFlight
 from mrv2.sampling.grammar import GrammarMask
 from mrv2.sampling.prompt_logprobs import score_unattached

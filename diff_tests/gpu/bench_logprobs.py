@@ -28,7 +28,8 @@ from torch import Tensor
 from mrv2.config import RunnerConfig
 from mrv2.memory.arena import Arena
 from mrv2.memory.transfers import Transfers
-from mrv2.plan import Arrival, Sampling
+from mrv2.params import Sampling
+from mrv2.plan import Arrival
 from mrv2.sampling.logprobs import gather_logprobs
 from mrv2.sampling.prompt_logprobs import PromptLogprobs
 from mrv2.state.requests import RequestColumns

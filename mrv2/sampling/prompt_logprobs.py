@@ -21,7 +21,8 @@ from torch import Tensor
 from mrv2.config import RunnerConfig
 from mrv2.errors import ProtocolError
 from mrv2.memory.transfers import Transfers
-from mrv2.plan import ALL_LOGPROBS, Arrival, StepPlan
+from mrv2.params import ALL_LOGPROBS
+from mrv2.plan import Arrival, StepPlan
 from mrv2.sampling.logprobs import gather_logprobs
 from mrv2.state.requests import RequestColumns
 

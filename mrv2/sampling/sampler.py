@@ -16,7 +16,8 @@ from mrv2.config import RunnerConfig
 from mrv2.errors import CapacityError
 from mrv2.memory.arena import Arena
 from mrv2.memory.transfers import Transfers
-from mrv2.plan import Arrival, Sampling
+from mrv2.params import Sampling
+from mrv2.plan import Arrival
 from mrv2.sampling.columns import DrawColumns
 from mrv2.sampling.gumbel import draw
 from mrv2.sampling.logprobs import LogprobsTensors, SampledLogprobs

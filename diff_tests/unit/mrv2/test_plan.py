@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from mrv2 import ConfigError, KVGroup, RunnerConfig, Sampling, Scheduled, ThinkingMarkers
-from mrv2.plan import sampling_faults
+from mrv2.params import sampling_faults
 from mrv2_diff.toy_host import Toy
 
 CONFIG = RunnerConfig(

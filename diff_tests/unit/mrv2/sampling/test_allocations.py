@@ -21,7 +21,8 @@ from mrv2.config import LogprobsMode, RunnerConfig, ThinkingMarkers
 from mrv2.memory.arena import Arena
 from mrv2.memory.transfers import Transfers, queue_copy
 from mrv2.ops.twin import TwinOp
-from mrv2.plan import Arrival, Sampling
+from mrv2.params import Sampling
+from mrv2.plan import Arrival
 from mrv2.sampling import gumbel, likeliest
 from mrv2.sampling.gumbel import draw
 from mrv2.sampling.likeliest import summarize_logits

@@ -12,7 +12,8 @@ from mrv2.config import LogprobsMode, RunnerConfig, ThinkingMarkers
 from mrv2.errors import CapacityError, ConfigError
 from mrv2.memory.arena import Arena
 from mrv2.memory.transfers import Transfers
-from mrv2.plan import Arrival, Sampling
+from mrv2.params import Sampling
+from mrv2.plan import Arrival
 from mrv2.sampling.columns import GREEDY_BELOW, DrawColumns
 from mrv2.sampling.sampler import Sampler
 from mrv2.sampling.stage import LogitsView, StageFactory, StageResources
