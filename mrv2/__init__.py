@@ -20,7 +20,7 @@ from mrv2.runner import Runner, StepInFlight
 from mrv2.sampling.grammar import GrammarMask
 from mrv2.sampling.prompt_logprobs import score_unattached
 from mrv2.sampling.sampler import draw_unattached
-from mrv2.sampling.stage import LogitsView, StageFactory, StageResources
+from mrv2.sampling.stage import LogitsStage, LogitsView, StageFactory, StageResources
 from mrv2.sampling.stages import stages_with
 from mrv2.trace import NullTrace, Probe, StepTrace
 
@@ -35,6 +35,7 @@ __all__ = [
     "GraphMaker",
     "GraphSizes",
     "KVGroup",
+    "LogitsStage",
     "LogitsView",
     "Logprobs",
     "LogprobsMode",

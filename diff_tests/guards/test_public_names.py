@@ -13,6 +13,7 @@ PUBLIC = [
     "GraphMaker",
     "GraphSizes",
     "KVGroup",
+    "LogitsStage",
     "LogitsView",
     "Logprobs",
     "LogprobsMode",

@@ -30,7 +30,6 @@ from mrv2.sampling.stage import (
     StageResources,
 )
 from mrv2.sampling.stages import STAGES
-from mrv2.sampling.temperature import Temperature
 from mrv2.state.protocol import RowState
 from mrv2.state.requests import RequestColumns
 from mrv2.trace import NullTrace, StepTrace
@@ -75,16 +74,13 @@ class Sampler:
             requests=requests,
             thinking=config.thinking,
         )
-        made = [(factory, factory(resources)) for factory in stages]
-        self._stages = tuple(stage for _, stage in made)
+        self._stages = tuple(factory(resources) for factory in stages)
         self._logprobs = SampledLogprobs(resources, config.logprobs_mode)
-        own = tuple(stage for factory, stage in made if factory in STAGES)
-        self._features: tuple[RowState, ...] = (self._logprobs, *own)
+        features = (stage for stage in self._stages if not stage.takes_plain)
+        self._features: tuple[RowState, ...] = (self._logprobs, *features)
         """They want nothing for a request that is plain, as for a row that was evicted, so they
         are told of neither."""
-        self._hosts: tuple[LogitsStage | NarrowingStage, ...] = tuple(
-            stage for factory, stage in made if factory not in STAGES
-        )
+        self._hosts = tuple(stage for stage in self._stages if stage.takes_plain)
         """They may want something for any request."""
         self._demanding: set[int] = set()
         """Rows of requests that are not plain."""
@@ -282,11 +278,7 @@ class _Acting:
 
     rewriting: LogitsStage | None = None
     narrowing: NarrowingStage | None = None
-
-    @property
-    def divides(self) -> bool:
-        """Whether the stage is the temperature's."""
-        return isinstance(self.narrowing, Temperature)
+    is_in_plain_draw: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -300,15 +292,15 @@ class _Wishes:
 
     @property
     def are_plain(self) -> bool:
-        """Whether nothing happens to the logits but the division by the temperature."""
-        return not self.logprobs and all(stage.divides for stage in self.stages)
+        """Whether nothing is wanted but what the plain draw does."""
+        return not self.logprobs and all(stage.is_in_plain_draw for stage in self.stages)
 
 
 def _acting(stage: LogitsStage | NarrowingStage) -> _Acting:
     """Tell a stage's kind, once for a batch: to ask a protocol costs as much as a launch."""
     if isinstance(stage, LogitsStage):
-        return _Acting(rewriting=stage)
-    return _Acting(narrowing=stage)
+        return _Acting(rewriting=stage, is_in_plain_draw=stage.is_in_plain_draw)
+    return _Acting(narrowing=stage, is_in_plain_draw=stage.is_in_plain_draw)
 
 
 def _writable(logits: Tensor, kept: Tensor | None) -> Tensor:

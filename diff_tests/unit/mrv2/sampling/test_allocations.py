@@ -30,7 +30,7 @@ from mrv2.sampling.logprobs import gather_logprobs
 from mrv2.sampling.narrowing import Narrowing
 from mrv2.sampling.prompt_logprobs import CHUNK_BYTES, PromptLogprobs
 from mrv2.sampling.sampler import Sampler, draw_unattached
-from mrv2.sampling.stage import LogitsView, StageFactory, StageResources
+from mrv2.sampling.stage import LogitsView, NarrowingStage, StageFactory, StageResources
 from mrv2.sampling.stages import STAGES
 from mrv2.state.requests import RequestColumns
 from mrv2.trace import NullTrace
@@ -348,8 +348,10 @@ def test_a_prompt_costs_a_chunk_however_long_it_is(count: int, dtype: torch.dtyp
     assert CHUNK_BYTES // 2 < peaks.pop() <= CHUNK_BYTES
 
 
-class Copies:
+class Copies(NarrowingStage):
     """A stage as nobody should write it: it takes a float32 copy of the logits to look at them."""
+
+    takes_plain = True
 
     def __init__(self, resources: StageResources) -> None: ...
     def admit(self, row: int, arrival: Arrival) -> None: ...
