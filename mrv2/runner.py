@@ -300,7 +300,7 @@ class Runner:
                 f"step {self._num_executed} was executed but not sampled; "
                 "call sample before the next execute"
             )
-        self._executor.make_room()
+        self._executor.ring.make_room()
 
     def _check_order(self, plan: StepPlan) -> None:
         self._check_idle()

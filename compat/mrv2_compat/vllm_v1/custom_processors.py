@@ -33,7 +33,15 @@ from vllm.v1.sample.logits_processor import (
     build_logitsprocs,
 )
 
-from mrv2 import Arrival, LogitsView, ProtocolError, RunnerOutput, StageFactory, StageResources
+from mrv2 import (
+    Arrival,
+    LogitsStage,
+    LogitsView,
+    ProtocolError,
+    RunnerOutput,
+    StageFactory,
+    StageResources,
+)
 from mrv2_compat.vllm_v1.dense_batch import Member, batch_update
 
 logger = init_logger(f"vllm.{__name__}")  # a child of vLLM's: no other has a handler
@@ -266,7 +274,7 @@ def _apply(instance: LogitsProcessor, logits: Tensor) -> None:
     logits.copy_(processed)
 
 
-class CustomStage:
+class CustomStage(LogitsStage):
     """One group of custom processors as a stage of the runner.
 
     Args:
@@ -274,6 +282,8 @@ class CustomStage:
         group: Those that act here.
         owns_rows: Whether this stage hands the rows' events on: one of two does.
     """
+
+    takes_plain = True
 
     def __init__(
         self, processors: CustomProcessors, group: Sequence[_Processor], *, owns_rows: bool
