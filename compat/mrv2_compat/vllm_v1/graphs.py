@@ -19,7 +19,7 @@ from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
 from vllm.v1.worker.utils import AttentionGroup
 
 from mrv2 import ConfigError, GraphSizes
-from mrv2_compat.vllm_v1.kv_cache import kv_cache_groups
+from mrv2_compat.vllm_v1 import versions
 
 # A child of vLLM's logger: no other has a handler.
 _logger = init_logger(f"vllm.{__name__}")
@@ -125,32 +125,9 @@ def minimal_kv_cache(
         specs: What each layer stores, by name.
         num_blocks: Blocks of each group.
     """
-    try:
-        from vllm.v1.core.kv_cache_config_builder import get_kv_cache_config_builder
-    except ImportError:  # vLLM 0.32 has no builder
-        return _minimal_kv_cache_of_utils(vllm_config, specs, num_blocks)
-    builder = get_kv_cache_config_builder(vllm_config)
-    groups = kv_cache_groups(vllm_config, specs)
-    config: KVCacheConfig = builder.get_kv_cache_config_from_groups(
-        vllm_config, groups, num_blocks=num_blocks
+    config: KVCacheConfig = versions.kv_cache_config(
+        vllm_config, versions.kv_cache_groups(vllm_config, specs), num_blocks
     )
-    return config
-
-
-def _minimal_kv_cache_of_utils(
-    vllm_config: VllmConfig, specs: dict[str, KVCacheSpec], num_blocks: int
-) -> KVCacheConfig:
-    from vllm.v1.core.kv_cache_utils import get_kv_cache_config_from_groups
-
-    cache = vllm_config.cache_config
-    asked = cache.num_gpu_blocks_override
-    cache.num_gpu_blocks_override = num_blocks
-    try:
-        config: KVCacheConfig = get_kv_cache_config_from_groups(
-            vllm_config, kv_cache_groups(vllm_config, specs), available_memory=0
-        )
-    finally:
-        cache.num_gpu_blocks_override = asked
     return config
 
 
