@@ -80,6 +80,13 @@ def test_the_facade_has_what_is_served_and_lacks_what_is_refused(facade: Any) ->
     assert surface.faults_of(facade) == []
 
 
+@pytest.mark.parametrize("name", surface.names(Status.NO_OP))
+def test_the_table_alone_answers_for_what_has_nothing_to_do(facade: Any, name: str) -> None:
+    assert name not in vars(facade)
+    assert not hasattr(type(facade), name)
+    assert getattr(facade, name) is SURFACE[name].returns
+
+
 @pytest.mark.parametrize("name", surface.names(Status.REFUSED))
 def test_touching_a_refused_name_on_the_facade_gives_the_reason(facade: Any, name: str) -> None:
     with pytest.raises(UnsupportedByRunner) as raised:

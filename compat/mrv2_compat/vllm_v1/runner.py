@@ -1,14 +1,14 @@
 """The face that vLLM's worker sees: the names of V1's runner, over the core runner.
 
 No logic of a step lives here. The scheduler's output is translated, handed to the core, and the
-core's output translated back. What vLLM may touch and what became of each name is in `surface.py`;
-names that belong to refused features raise there.
+core's output translated back. What vLLM may touch and what became of each name is in `surface.py`,
+which also answers for the names that have nothing to do and for those of refused features.
 """
 
 import gc
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +25,6 @@ from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
 from vllm.v1.outputs import (
     EMPTY_MODEL_RUNNER_OUTPUT,
     AsyncModelRunnerOutput,
-    DraftTokenIds,
     ModelRunnerOutput,
 )
 from vllm.v1.worker.utils import AttentionGroup, clear_layer_kv_caches
@@ -44,7 +43,7 @@ from mrv2 import (
     score_unattached,
     stages_with,
 )
-from mrv2_compat.vllm_v1 import graphs
+from mrv2_compat.vllm_v1 import graphs, surface
 from mrv2_compat.vllm_v1.attention import (
     VllmAttentionPlanner,
     attention_groups,
@@ -59,7 +58,6 @@ from mrv2_compat.vllm_v1.ledger import RequestLedger
 from mrv2_compat.vllm_v1.model import VllmModel
 from mrv2_compat.vllm_v1.refusals import backend_refusals, kv_cache_refusals
 from mrv2_compat.vllm_v1.schedulers import require_scheduler
-from mrv2_compat.vllm_v1.surface import raise_missing
 from mrv2_compat.vllm_v1.translate_in import plan_step
 from mrv2_compat.vllm_v1.translate_out import (
     AsyncOutput,
@@ -99,10 +97,6 @@ class VllmRunner:
         self.max_num_reqs = self.scheduler_config.max_num_seqs
         self.max_num_tokens = self.scheduler_config.max_num_batched_tokens
         self.uniform_decode_query_len = 1
-        self.is_pooling_model = False
-        self.supports_mm_inputs = False
-        self.eep_eplb_suppressed = False
-        self.eplb_state = None
         self.model_memory_usage = 0
         self.steps_executed = 0
         self.jit_warmup_registry = JitWarmupRegistry(vllm_config)
@@ -355,10 +349,6 @@ class VllmRunner:
             return AsyncOutput(pending, failures, self._indices)
         return with_failures(model_runner_output(pending.wait(), self._indices), failures)
 
-    def take_draft_token_ids(self) -> DraftTokenIds | None:
-        """Return None: speculative decoding is refused."""
-        return None
-
     # Questions about the model, and its weights.
 
     def get_model(self) -> nn.Module:
@@ -383,9 +373,6 @@ class VllmRunner:
             return {}
         return {mode.value: count for mode, count in self._core.num_steps.items()}
 
-    def get_draft_model(self) -> None:
-        """Return None: speculative decoding is refused."""
-
     def get_supported_tasks(self) -> tuple[SupportedTask, ...]:
         """Return the one task: text generation."""
         return ("generate",)
@@ -408,22 +395,6 @@ class VllmRunner:
             weights_path=weights_path,
             is_checkpoint_format=is_checkpoint_format,
         )
-
-    def maybe_remove_all_loras(self, lora_config: object | None) -> None:
-        """Do nothing: LoRA is refused."""
-
-    def reset_lora_state(self) -> None:
-        """Do nothing: LoRA is refused."""
-
-    def reset_mm_cache(self) -> None:
-        """Do nothing: multimodal inputs are refused."""
-
-    def reset_encoder_cache(self) -> None:
-        """Do nothing: multimodal inputs are refused."""
-
-    def get_encoder_timing_stats(self) -> dict[str, dict[str, float | int]]:
-        """Return nothing: there is no encoder."""
-        return {}
 
     def shutdown(self) -> None:
         """Let go of the model, the KV cache and vLLM's process-wide caches, to free memory."""
@@ -450,9 +421,9 @@ class VllmRunner:
         if self._is_captured:
             self.capture_model()
 
-    def __getattr__(self, name: str) -> NoReturn:
-        """Explain a name of V1's runner that this one refuses."""
-        raise_missing(self, name)
+    def __getattr__(self, name: str) -> Any:
+        """Answer for a name of V1's runner that has nothing to do here, or is refused."""
+        return surface.answer(self, name)
 
     def _build_core(self, kv_cache_config: KVCacheConfig) -> Runner:
         self._processors = load_custom_processors(self.vllm_config, self.device, self._params_of)
