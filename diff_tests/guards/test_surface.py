@@ -15,7 +15,8 @@ from unittest.mock import MagicMock
 import pytest
 
 from mrv2.errors import UnsupportedByRunner
-from mrv2_compat.vllm_v1 import refusals, surface, versions
+from mrv2_compat.vllm_v1 import surface, versions
+from mrv2_compat.vllm_v1.requests import refusals
 from mrv2_compat.vllm_v1.surface import SURFACE, Status
 from mrv2_compat.vllm_v1.surface_scan import EXCLUDED, Access, scan_vllm
 

@@ -43,23 +43,24 @@ from mrv2 import (
     score_unattached,
     stages_with,
 )
-from mrv2_compat.vllm_v1 import graphs, surface
-from mrv2_compat.vllm_v1.attention import (
+from mrv2_compat.vllm_v1 import surface
+from mrv2_compat.vllm_v1.features.custom_processors import CustomProcessors, load_custom_processors
+from mrv2_compat.vllm_v1.host import graphs
+from mrv2_compat.vllm_v1.host.attention import (
     VllmAttentionPlanner,
     attention_groups,
     backend_names,
     create_builders,
 )
-from mrv2_compat.vllm_v1.config import runner_config
-from mrv2_compat.vllm_v1.custom_processors import CustomProcessors, load_custom_processors
-from mrv2_compat.vllm_v1.grammar_in import grammar_mask
-from mrv2_compat.vllm_v1.kv_cache import KVCaches, kv_cache_spec
-from mrv2_compat.vllm_v1.ledger import RequestLedger
-from mrv2_compat.vllm_v1.model import VllmModel
-from mrv2_compat.vllm_v1.refusals import backend_refusals, kv_cache_refusals
+from mrv2_compat.vllm_v1.host.config import runner_config
+from mrv2_compat.vllm_v1.host.kv_cache import KVCaches, kv_cache_spec
+from mrv2_compat.vllm_v1.host.model import VllmModel
+from mrv2_compat.vllm_v1.requests.refusals import backend_refusals, kv_cache_refusals
 from mrv2_compat.vllm_v1.schedulers import require_scheduler
-from mrv2_compat.vllm_v1.translate_in import plan_step
-from mrv2_compat.vllm_v1.translate_out import (
+from mrv2_compat.vllm_v1.step.grammar_in import grammar_mask
+from mrv2_compat.vllm_v1.step.ledger import RequestLedger
+from mrv2_compat.vllm_v1.step.translate_in import plan_step
+from mrv2_compat.vllm_v1.step.translate_out import (
     AsyncOutput,
     BatchIndices,
     model_runner_output,

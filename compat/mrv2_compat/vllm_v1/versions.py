@@ -10,7 +10,7 @@ from importlib.metadata import version
 from typing import Any
 
 from mrv2.errors import ConfigError
-from mrv2_compat.vllm_v1.refusals import Refusal
+from mrv2_compat.vllm_v1.requests.refusals import Refusal
 
 OLDEST = (0, 32)
 BELOW = (0, 34)

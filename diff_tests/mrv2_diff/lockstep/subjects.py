@@ -23,7 +23,7 @@ from mrv2.batch.inputs import InputBatch
 from mrv2.errors import UnsupportedByRunner
 from mrv2.sampling.sampler import SamplerOutput
 from mrv2.trace import Probe
-from mrv2_compat.vllm_v1.refusals import config_refusals
+from mrv2_compat.vllm_v1.requests.refusals import config_refusals
 from mrv2_compat.vllm_v1.runner import VllmRunner
 from mrv2_diff.lockstep import device
 from mrv2_diff.lockstep.upstream import VllmV2Subject

@@ -16,8 +16,8 @@ from mrv2.output import PendingOutput
 from mrv2.ports import ForwardInputs
 from mrv2.runner import Runner
 from mrv2.state import block_tables
-from mrv2_compat.vllm_v1.attention import VllmAttentionPlanner
-from mrv2_compat.vllm_v1.model import VllmModel
+from mrv2_compat.vllm_v1.host.attention import VllmAttentionPlanner
+from mrv2_compat.vllm_v1.host.model import VllmModel
 from mrv2_diff.mutants.mutant import Arguments, Mutant, after, before, changed
 
 Context = AbstractContextManager[object]

@@ -13,7 +13,7 @@ from mrv2.sampling import logprobs, prompt_logprobs
 from mrv2.sampling.logprobs import LogprobsTensors, SampledLogprobs, gather_logprobs
 from mrv2.sampling.prompt_logprobs import PromptLogprobs
 from mrv2_compat.vllm_v1 import runner as adapter
-from mrv2_compat.vllm_v1.translate_out import BatchIndices
+from mrv2_compat.vllm_v1.step.translate_out import BatchIndices
 from mrv2_diff.compare.steps import OF_PROMPTS
 from mrv2_diff.mutants.mutant import Arguments, Mutant, after, changed, of_a_neighbour
 

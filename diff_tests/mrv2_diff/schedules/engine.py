@@ -34,8 +34,8 @@ from vllm.v1.structured_output import StructuredOutputManager  # noqa: E402
 from vllm.v1.structured_output.backend_types import StructuredOutputBackend  # noqa: E402
 
 from mrv2 import Runner  # noqa: E402
-from mrv2_compat.vllm_v1.config import runner_config  # noqa: E402
-from mrv2_compat.vllm_v1.kv_cache import KVCaches  # noqa: E402
+from mrv2_compat.vllm_v1.host.config import runner_config  # noqa: E402
+from mrv2_compat.vllm_v1.host.kv_cache import KVCaches  # noqa: E402
 from mrv2_compat.vllm_v1.runner import VllmRunner  # noqa: E402
 from mrv2_diff.models.hashlm import HashLM  # noqa: E402
 from mrv2_diff.schedules.actions import Setup  # noqa: E402

@@ -9,7 +9,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from mrv2_compat.vllm_v1.refusals import request_refusals
+from mrv2_compat.vllm_v1.requests.refusals import request_refusals
 from mrv2_diff.schedules.actions import Arrive, Drain, Reset, Setup
 from mrv2_diff.schedules.driver import Driver, Logprobs, Turn
 from mrv2_diff.schedules.params import sampling_params

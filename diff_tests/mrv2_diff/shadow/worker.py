@@ -9,7 +9,7 @@ from vllm.logger import init_logger
 from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 
 from mrv2.errors import ConfigError, UnsupportedByRunner
-from mrv2_compat.vllm_v1.refusals import config_refusals, request_refusals
+from mrv2_compat.vllm_v1.requests.refusals import config_refusals, request_refusals
 from mrv2_compat.vllm_v1.versions import copy_settled
 from mrv2_diff.lockstep import device
 from mrv2_diff.shadow.counters import Counters

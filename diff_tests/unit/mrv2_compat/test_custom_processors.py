@@ -137,7 +137,7 @@ class Guest:
     def __init__(self, *kinds: Any) -> None:
         from vllm import SamplingParams
 
-        from mrv2_compat.vllm_v1.custom_processors import CustomProcessors
+        from mrv2_compat.vllm_v1.features.custom_processors import CustomProcessors
 
         def make(kind: Any) -> Any:
             return kind(None, CONFIG.device, False)
@@ -382,7 +382,7 @@ def test_several_logits_of_one_request_are_refused() -> None:
 def loaded(named: object, installed: list[Any], monkeypatch: pytest.MonkeyPatch) -> Any:
     from vllm import SamplingParams
 
-    from mrv2_compat.vllm_v1.custom_processors import load_custom_processors
+    from mrv2_compat.vllm_v1.features.custom_processors import load_custom_processors
 
     def entry_points(group: str) -> list[Any]:
         assert group == "vllm.logits_processors"

@@ -18,14 +18,14 @@ CU_NUM_LOGITS = np.array([0, 1, 1, 2, 3], dtype=np.int32)
 def translated(req_ids: list[str], bitmask: Any, vocab_size: int = VOCAB) -> GrammarMask | None:
     from vllm.v1.core.sched.output import GrammarOutput
 
-    from mrv2_compat.vllm_v1.grammar_in import grammar_mask
+    from mrv2_compat.vllm_v1.step.grammar_in import grammar_mask
 
     output = GrammarOutput(req_ids, np.array(bitmask, dtype=np.int32))
     return grammar_mask(output, REQ_IDS, CU_NUM_LOGITS, vocab_size)
 
 
 def test_no_grammar_is_no_mask() -> None:
-    from mrv2_compat.vllm_v1.grammar_in import grammar_mask
+    from mrv2_compat.vllm_v1.step.grammar_in import grammar_mask
 
     assert grammar_mask(None, REQ_IDS, CU_NUM_LOGITS, VOCAB) is None
 
@@ -69,7 +69,7 @@ def test_more_masks_than_requests_are_refused() -> None:
 def test_one_mask_for_a_request_that_draws_several_tokens_is_refused() -> None:
     from vllm.v1.core.sched.output import GrammarOutput
 
-    from mrv2_compat.vllm_v1.grammar_in import grammar_mask
+    from mrv2_compat.vllm_v1.step.grammar_in import grammar_mask
 
     output = GrammarOutput(["a"], np.ones((1, 3), dtype=np.int32))
     with pytest.raises(ProtocolError, match="'a' draws 2 tokens"):
@@ -79,7 +79,7 @@ def test_one_mask_for_a_request_that_draws_several_tokens_is_refused() -> None:
 def test_vllms_own_arrays_are_left_as_they_are() -> None:
     from vllm.v1.core.sched.output import GrammarOutput
 
-    from mrv2_compat.vllm_v1.grammar_in import grammar_mask
+    from mrv2_compat.vllm_v1.step.grammar_in import grammar_mask
 
     given = np.arange(6, dtype=np.int32).reshape(2, 3)
     mask = grammar_mask(GrammarOutput(["c", "a"], given), REQ_IDS, CU_NUM_LOGITS, VOCAB)

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from mrv2 import ProtocolError, Sampling
-from mrv2_compat.vllm_v1.ledger import KnownRequest, RequestLedger
+from mrv2_compat.vllm_v1.step.ledger import KnownRequest, RequestLedger
 
 
 def known(prompt_len: int) -> KnownRequest:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from mrv2.memory.staged import StagedWriteTensor
-from mrv2_compat.vllm_v1 import refusals
+from mrv2_compat.vllm_v1.requests import refusals
 from mrv2_diff.invariants import LiveRequest, check_invariants
 from mrv2_diff.schedules.actions import Arrive, Drain, FailLoad, Reset, Setup, Step
 from mrv2_diff.schedules.generator import OPTIONS, actions

@@ -8,7 +8,7 @@ import pytest
 
 from mrv2 import ConfigError, Continuation, NextDecode, ProtocolError, Sampling, StepPlan
 from mrv2.errors import UnsupportedByRunner
-from mrv2_compat.vllm_v1.ledger import RequestLedger
+from mrv2_compat.vllm_v1.step.ledger import RequestLedger
 
 pytestmark = pytest.mark.vllm
 
@@ -46,7 +46,7 @@ class Adapter:
     ) -> StepPlan:
         from vllm.v1.core.sched.output import CachedRequestData, SchedulerOutput
 
-        from mrv2_compat.vllm_v1.translate_in import plan_step
+        from mrv2_compat.vllm_v1.step.translate_in import plan_step
 
         cached = cached or {}
         return plan_step(
@@ -315,7 +315,7 @@ def translated(**asked: Any) -> Sampling:
     """Translate the parameters of one request; `stop` stands for what the engine adds."""
     from vllm import SamplingParams
 
-    from mrv2_compat.vllm_v1.translate_in import sampling_of
+    from mrv2_compat.vllm_v1.step.translate_in import sampling_of
 
     bad_words, stop = asked.pop("bad_words", None), asked.pop("stop", ())
     params = SamplingParams(**asked)

@@ -16,7 +16,7 @@ RANKS = np.array([1, 2, 3], dtype=np.int32)
 
 
 def translated(output: RunnerOutput) -> Any:
-    from mrv2_compat.vllm_v1.translate_out import model_runner_output
+    from mrv2_compat.vllm_v1.step.translate_out import model_runner_output
 
     return model_runner_output(output)
 
@@ -51,7 +51,7 @@ def test_a_requests_logprobs_are_found_behind_one_that_drew_nothing() -> None:
 
 
 def test_an_output_in_flight_waits_once_it_is_asked_for() -> None:
-    from mrv2_compat.vllm_v1.translate_out import AsyncOutput, BatchIndices
+    from mrv2_compat.vllm_v1.step.translate_out import AsyncOutput, BatchIndices
 
     class Pending:
         waited = 0
@@ -69,7 +69,7 @@ def test_an_output_in_flight_waits_once_it_is_asked_for() -> None:
 
 
 def test_a_request_that_failed_draws_nothing_and_the_others_what_they_drew() -> None:
-    from mrv2_compat.vllm_v1.translate_out import (
+    from mrv2_compat.vllm_v1.step.translate_out import (
         AsyncOutput,
         BatchIndices,
         OutputWithFailures,
@@ -111,7 +111,7 @@ def test_prompt_logprobs_become_tensors_by_request() -> None:
 
 
 def test_a_batch_that_goes_on_keeps_its_indices() -> None:
-    from mrv2_compat.vllm_v1.translate_out import BatchIndices
+    from mrv2_compat.vllm_v1.step.translate_out import BatchIndices
 
     indices = BatchIndices()
     names = ["b", "a"]

@@ -7,7 +7,7 @@ from vllm.config import CUDAGraphMode, VllmConfig
 from vllm.forward_context import set_forward_context
 
 from mrv2.ports import ForwardInputs
-from mrv2_compat.vllm_v1.attention import VllmAttention
+from mrv2_compat.vllm_v1.host.attention import VllmAttention
 
 
 class VllmModel:

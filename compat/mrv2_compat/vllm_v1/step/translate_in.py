@@ -17,8 +17,8 @@ from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, Schedul
 
 from mrv2 import Arrival, Continuation, ProtocolError, Sampling, Scheduled, StepPlan
 from mrv2.errors import UnsupportedByRunner
-from mrv2_compat.vllm_v1.ledger import KnownRequest, LastDecode, RequestLedger
-from mrv2_compat.vllm_v1.refusals import asks_for_nothing_refused, request_refusals
+from mrv2_compat.vllm_v1.requests.refusals import asks_for_nothing_refused, request_refusals
+from mrv2_compat.vllm_v1.step.ledger import KnownRequest, LastDecode, RequestLedger
 
 
 def plan_step(
@@ -212,7 +212,7 @@ def _require_equal_lists(cached: CachedRequestData) -> None:
 
 
 def _require_support(request: NewRequestData) -> None:
-    """Refuse what slipped past the check at the entrance: ignoring it would give wrong tokens."""
+    """Refuse what slipped past the check of requests: ignoring it would give wrong tokens."""
     params = request.sampling_params
     if params is None or asks_for_nothing_refused(params):  # `_announce` says what None is
         return

@@ -6,7 +6,7 @@ from vllm.utils.platform_utils import is_uva_available
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from mrv2 import GraphSizes, RunnerConfig, ThinkingMarkers
-from mrv2_compat.vllm_v1.kv_cache import kv_groups
+from mrv2_compat.vllm_v1.host.kv_cache import kv_groups
 
 LARGEST_TABLE = 32 << 20
 """Bytes of the table of all tokens that may lie on the device. Reading a whole history over the

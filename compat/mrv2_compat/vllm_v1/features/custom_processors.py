@@ -34,7 +34,7 @@ from vllm.v1.sample.logits_processor import (
 )
 
 from mrv2 import Arrival, LogitsView, ProtocolError, RunnerOutput, StageFactory, StageResources
-from mrv2_compat.vllm_v1.dense_batch import Member, batch_update
+from mrv2_compat.vllm_v1.features.dense_batch import Member, batch_update
 
 logger = init_logger(f"vllm.{__name__}")  # a child of vLLM's: no other has a handler
 
