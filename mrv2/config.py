@@ -54,7 +54,9 @@ class GraphSizes:
     """
 
     decodes: tuple[int, ...] = ()
-    """Requests of a decode step that is captured whole, from its inputs to its committed tokens."""
+    """Requests of a uniform step that is captured whole, from inputs to committed tokens."""
+    query_lens: tuple[int, ...] = (1,)
+    """Tokens that each request of such a step runs: 1, and 1 + k where it runs k drafts."""
     mixed: tuple[int, ...] = ()
     """Tokens of a step of any requests, prompts among them, that is captured whole."""
     forwards: tuple[int, ...] = ()
@@ -62,7 +64,9 @@ class GraphSizes:
     padded."""
 
     def __post_init__(self) -> None:
-        for name in ("decodes", "mixed", "forwards"):
+        if not self.query_lens:
+            raise ConfigError("query_lens is empty; give (1,) where no step has drafts")
+        for name in ("decodes", "query_lens", "mixed", "forwards"):
             sizes = getattr(self, name)
             if any(size < 1 for size in sizes) or len(set(sizes)) != len(sizes):
                 raise ConfigError(f"{name} is {sizes}; give positive sizes, each once")
@@ -89,6 +93,9 @@ class RunnerConfig:
     thinking: ThinkingMarkers | None = None
     """Needed by requests with a thinking budget."""
     graphs: GraphSizes = GraphSizes()
+    max_drafts: int = 0
+    """Tokens that a request may run in one step behind those that are known: drafts, which the
+    step accepts or rejects."""
     maps_tokens: bool = False
     """Whether the table of all tokens lies in pinned memory of the host, where the device reads and
     writes it over the bus (unified virtual addressing), and not in the device's own. A step reads
@@ -109,6 +116,13 @@ class RunnerConfig:
             value = getattr(self, name)
             if value < 1:
                 raise ConfigError(f"{name} is {value}; it must be at least 1")
+        if self.max_drafts < 0:
+            raise ConfigError(f"max_drafts is {self.max_drafts}; it must be 0 (none) or more")
+        if max(self.graphs.query_lens) > 1 + self.max_drafts:
+            raise ConfigError(
+                f"graphs.query_lens is {self.graphs.query_lens}; "
+                f"with max_drafts {self.max_drafts} a request runs at most {1 + self.max_drafts}"
+            )
         for name, bound in (
             ("decodes", "max_num_reqs"),
             ("mixed", "max_num_tokens"),

@@ -7,6 +7,7 @@
         UnsupportedByRunner           a feature that this runner does not have; carries every reason
       CapacityError (RuntimeError)    rows, blocks or tokens exceed what was allocated
       CaptureError (RuntimeError)     a step cannot become a CUDA graph
+      ExtensionError (RuntimeError)   an extension or a head broke its protocol
       ProtocolError (RuntimeError)    calls out of order, or a request that is not there
 
 A message names the offending value, the bound, and what to change.
@@ -42,6 +43,13 @@ class CapacityError(Mrv2Error, RuntimeError):
 
 class CaptureError(Mrv2Error, RuntimeError):
     """A step cannot become a CUDA graph, or did so only in part. No graph is left."""
+
+
+class ExtensionError(Mrv2Error, RuntimeError):
+    """An extension or a head broke its protocol, or raised midway. The message names it.
+
+    The step's work was not done. The rows are as before it, but that requests which left are gone.
+    """
 
 
 class ProtocolError(Mrv2Error, RuntimeError):

@@ -10,8 +10,11 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, fields
 from itertools import chain
 from operator import add, attrgetter
+from types import MappingProxyType
 
 from mrv2.errors import ConfigError
+
+NO_EXTRAS: Mapping[str, object] = MappingProxyType({})
 
 ALL_LOGPROBS = -1
 """`Sampling.num_logprobs` and `num_prompt_logprobs` for the whole vocabulary."""
@@ -194,6 +197,8 @@ class Arrival:
     block_ids: tuple[list[int], ...]
     """Blocks held, for each KV group."""
     sampling: Sampling
+    extras: Mapping[str, object] = field(default_factory=lambda: NO_EXTRAS)
+    """What extensions are told of the request, by their names."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -213,10 +218,12 @@ class Scheduled:
     num_tokens: list[int]
     """Tokens to run, each at least 1."""
     num_computed_tokens: list[int]
-    """Tokens before this step's; authoritative, and may have gone down."""
+    """Tokens before this step's; authoritative, and may have gone down. While drafts are in flight
+    it is a bound: as if all of them were accepted."""
     num_known_tokens: list[int]
     """Prompt and output tokens that exist before this step, outputs still in flight counted in.
-    A request draws a token in this step exactly if it runs its last known token."""
+    A request draws a token in this step exactly if it runs its last known token. What it runs
+    behind that are drafts; each of them draws one, too."""
 
     def next_decode(self) -> "NextDecode":
         """Return the plain decode after this work, in which every request must draw."""
@@ -289,3 +296,5 @@ class StepPlan:
     arrivals: tuple[Arrival, ...] = ()
     continuations: tuple[Continuation, ...] = ()
     scheduled: Scheduled | NextDecode
+    extras: Mapping[str, object] = field(default_factory=lambda: NO_EXTRAS)
+    """What extensions are told of the step, by their names."""

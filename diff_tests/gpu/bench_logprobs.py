@@ -19,18 +19,21 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from mrv2.config import RunnerConfig
+from mrv2.extension import ExtensionResources
+from mrv2.features.prompt_logprobs import PromptLogprobs
 from mrv2.memory.arena import Arena
 from mrv2.memory.transfers import Transfers
 from mrv2.plan import Arrival, Sampling
 from mrv2.sampling.logprobs import gather_logprobs
-from mrv2.sampling.prompt_logprobs import PromptLogprobs
+from mrv2.state.block_tables import BlockTables
 from mrv2.state.requests import RequestColumns
 
 WARM_UP = 5
@@ -155,7 +158,15 @@ def prompt_sides(
         kv_groups=(),
     )
     requests = RequestColumns(1, length, arena)
-    scorer = PromptLogprobs(config, requests, arena.transfers)
+    scorer = PromptLogprobs(
+        ExtensionResources(
+            config=config,
+            model=cast("Any", SimpleNamespace(compute_logits=None)),
+            requests=requests,
+            block_tables=BlockTables((), config.num_rows, arena),
+            arena=arena,
+        )
+    )
     arrival = Arrival(
         req_id="prompt",
         token_ids=[(index * 7919) % vocab_size for index in range(length)],

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from mrv2 import CaptureError, GraphSizes, KVGroup, Runner, RunnerConfig
-from mrv2.graphs.capture import CudaGraphMaker
-from mrv2.graphs.shape import GraphMode
+from mrv2.execute.capture import CudaGraphMaker
+from mrv2.execute.shape import GraphMode
 from mrv2_diff.models.hashlm import HashLM
 from mrv2_diff.toy_host import Toy
 from mrv2_diff.toy_stories import RandomStory, mixed_sampling

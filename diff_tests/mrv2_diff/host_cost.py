@@ -25,7 +25,7 @@ from mrv2 import KVGroup, Runner, RunnerConfig, StepPlan
 from mrv2.batch.inputs import InputBatch
 from mrv2.memory.transfers import Transfers
 from mrv2.ops.twin import TwinOp
-from mrv2.ports import ForwardInputs
+from mrv2.ports import AttentionPlanner, ForwardInputs, ForwardOutput
 from mrv2_diff.toy_host import ToyHost, Work
 
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
@@ -60,7 +60,7 @@ Play = Callable[[Runner], Figures]
 """Runs one step; returns the seconds."""
 
 
-class _NoModel:
+class _NoModel(AttentionPlanner):
     """A model that computes nothing, with results of the right shapes."""
 
     def __init__(self, config: RunnerConfig) -> None:
@@ -71,9 +71,9 @@ class _NoModel:
         """Return nothing: no attention reads it."""
         return None
 
-    def forward(self, inputs: ForwardInputs) -> Tensor:
+    def forward(self, inputs: ForwardInputs) -> ForwardOutput:
         """Return zeros."""
-        return self._hidden[: len(inputs.input_ids)]
+        return ForwardOutput(hidden=self._hidden[: len(inputs.input_ids)])
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """Return zeros."""

@@ -15,12 +15,12 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from mrv2 import Arrival, Runner, Sampling, Scheduled, StepPlan
+from mrv2 import Arrival, GenerateHead, Runner, Sampling, Scheduled, StepPlan
+from mrv2.features.prompt_logprobs import PromptScores
 from mrv2.memory.arena import Arena
 from mrv2.memory.mirrored import MirroredTensor
 from mrv2.memory.ragged import MirroredLists
 from mrv2.memory.transfers import Transfers
-from mrv2.sampling.prompt_logprobs import PromptScores
 from mrv2.sampling.sampler import Sampler
 
 POISON_BLOCK = 0
@@ -30,9 +30,9 @@ _PLANS = (StepPlan, Scheduled, Arrival, Sampling)
 _SPARE = 16
 """Entries that a container may have beyond the rows: groups, stages, staging buffers."""
 
-_BY_SIZE = "runner._graphs._captured"
+_BY_SIZE = "runner._executor._graphs._captured"
 """Its entries are sizes of batches, as many as were captured at the start."""
-_VIEWS = ("runner._buffers._views", "runner._buffers._shape")
+_VIEWS = ("runner._parts.buffers._views", "runner._parts.buffers._shape")
 
 
 class InvariantError(AssertionError):
@@ -70,7 +70,7 @@ class PoisonFreed:
         self._requests, self._tables = runner.requests, runner.block_tables.tables
         self._num_tokens = runner.config.max_model_len
         self._groups = runner.config.kv_groups
-        runner._row_states = (self, *runner._row_states)
+        runner.lifecycle.states = (self, *runner.lifecycle.states)
 
     def admit(self, row: int, arrival: Arrival) -> None:
         """Nothing: the row's new owner overwrites what it needs."""
@@ -207,7 +207,7 @@ def _check_rows(runner: Runner, live: LiveRequests) -> None:
 
 
 def _check_counters(runner: Runner, live: LiveRequests) -> None:
-    counted, num_blocks = runner.requests._counted, runner.block_tables._num_blocks
+    counted, num_blocks = runner.requests.progress.upper, runner.block_tables._num_blocks
     _require("counters", bool((counted >= 0).all()), f"progress is {counted.tolist()}")
     _require("counters", bool((num_blocks >= 0).all()), f"blocks are {num_blocks.tolist()}")
     for req_id, request in live.items():
@@ -223,19 +223,26 @@ def _check_freed(runner: Runner) -> None:
         return
     held = runner.block_tables._num_blocks[:, free]
     _require("freed", not held.any(), f"free rows {free.tolist()} hold blocks {held.tolist()}")
-    counted = runner.requests._counted[free]
+    counted = runner.requests.progress.upper[free]
     _require("freed", not counted.any(), f"free rows {free.tolist()} have run {counted.tolist()}")
-    for part in (*runner.sampler._stages, runner.sampler._logprobs):
+    for part in _sampling_parts(runner):
         _require("freed", not part.wants(free), f"{part} has work for free rows {free.tolist()}")
+
+
+def _sampling_parts(runner: Runner) -> tuple[Any, ...]:
+    head = runner.head
+    if not isinstance(head, GenerateHead):
+        return ()
+    return (*head.sampler._stages, head.sampler._logprobs)
 
 
 def _check_idle(runner: Runner) -> None:
     idle = np.array([runner.requests.idle_row], dtype=np.int32)
     held = runner.block_tables._num_blocks[:, idle]
     _require("idle", not held.any(), f"the idle row holds {held.tolist()} blocks")
-    counted = runner.requests._counted[idle]
+    counted = runner.requests.progress.upper[idle]
     _require("idle", not counted.any(), f"the idle row has run {counted.tolist()}")
-    for part in (*runner.sampler._stages, runner.sampler._logprobs):
+    for part in _sampling_parts(runner):
         _require("idle", not part.wants(idle), f"{part} has work for the idle row")
 
 

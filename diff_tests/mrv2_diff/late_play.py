@@ -8,9 +8,18 @@ from collections import Counter, deque
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from typing import Any
 
-from mrv2 import KVGroup, Logprobs, PendingOutput, RunnerConfig, RunnerOutput, StepPlan
-from mrv2.graphs.shape import GraphMode
+from mrv2 import (
+    PROMPT_LOGPROBS,
+    KVGroup,
+    Logprobs,
+    PendingOutput,
+    RunnerConfig,
+    RunnerOutput,
+    StepPlan,
+)
+from mrv2.execute.shape import GraphMode
 from mrv2_diff.invariants import (
     LiveRequest,
     PoisonFreed,
@@ -189,7 +198,8 @@ def live_requests(host: ToyHost) -> dict[str, LiveRequest]:
 
 
 def _values(output: RunnerOutput) -> tuple[object, ...]:
-    scored = {"": output.logprobs, **output.prompt_logprobs}
+    of_prompts: Any = output.extras.get(PROMPT_LOGPROBS, {})
+    scored = {"": output.logprobs, **of_prompts}
     return (
         tuple(output.req_ids),
         tuple(map(tuple, output.token_ids)),

@@ -42,7 +42,7 @@ from mrv2 import Graph
 from mrv2.batch.inputs import InputBatch
 from mrv2.memory.transfers import Transfers, queue_copy
 from mrv2.ops.twin import TwinOp
-from mrv2.ports import ForwardInputs
+from mrv2.ports import AttentionPlanner, ForwardInputs, ForwardOutput
 from mrv2_diff.models.hashlm import HashLM
 from mrv2_diff.played_graphs import PlayedGraphMaker
 
@@ -390,7 +390,7 @@ class LateTransfers(Transfers):
         self._stream.copy(self._kind, destination, source)
 
 
-class LateModel:
+class LateModel(AttentionPlanner):
     """A model whose calls are queued whole: three operations a step in place of a hundred.
 
     Args:
@@ -405,7 +405,7 @@ class LateModel:
         """Return what `forward` needs to plan when it acts: the device's lengths are late, too."""
         return LatePlan(batch)
 
-    def forward(self, inputs: ForwardInputs) -> Tensor:
+    def forward(self, inputs: ForwardInputs) -> ForwardOutput:
         """Queue the attention metadata and the forward; return the hidden states to come."""
         late = inputs.attention
         assert late is None or isinstance(late, LatePlan)
@@ -413,10 +413,11 @@ class LateModel:
 
         def run() -> None:
             attention = None if late is None else self._model.plan(late.batch)
-            hidden.copy_(self._model.forward(replace(inputs, attention=attention)))
+            output = self._model.forward(replace(inputs, attention=attention))
+            hidden.copy_(output.hidden)
 
         self._stream.queue("model", "forward", run)
-        return hidden
+        return ForwardOutput(hidden=hidden)
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """Queue the logits; return those to come."""

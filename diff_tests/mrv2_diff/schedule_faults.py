@@ -14,7 +14,7 @@ Each names the check that must find it:
 The runner has no switch for any of this: a fault replaces a method for as long as it is applied.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -28,20 +28,20 @@ from mrv2 import RunnerOutput, runner
 from mrv2.batch.commit import commit_step
 from mrv2.batch.inputs import InputBuffers
 from mrv2.batch.layout import BatchLayout, Int32, is_next_decode, lay_out_next_decode
-from mrv2.graphs.shape import GraphKey
-from mrv2.graphs.whole import StepGraphs
+from mrv2.execute.shape import GraphKey
+from mrv2.execute.whole import StepGraphs
 from mrv2.memory.mirrored import MirroredTensor
 from mrv2.memory.ring import ResultRing, Slot
 from mrv2.memory.transfers import Transfers
-from mrv2.output import PendingOutput
+from mrv2.output import HostTokens, PendingOutput
 from mrv2.plan import Arrival, NextDecode, Scheduled, StepPlan
-from mrv2.runner import Runner
 from mrv2.sampling import logprobs
 from mrv2.sampling.gumbel import draw
 from mrv2.sampling.logprobs import LogprobsTensors
-from mrv2.sampling.prompt_logprobs import PromptScores
-from mrv2.sampling.sampler import Sampler, SamplerOutput
+from mrv2.sampling.sampler import Sampler
 from mrv2.state.block_tables import BlockTables
+from mrv2.state.lifecycle import Lifecycle
+from mrv2.state.progress import Progress
 from mrv2.state.requests import RequestColumns
 from mrv2.state.rows import RowTable
 from mrv2_diff.race_lane import LateEvent
@@ -106,13 +106,13 @@ def _event_before_the_copies() -> Iterator[None]:
     def faulty(
         self: PendingOutput,
         layout: BatchLayout,
-        sampled: SamplerOutput | None,
+        tokens: HostTokens,
+        logprobs: LogprobsTensors | None,
         transfers: Transfers,
-        prompt_scores: Mapping[str, PromptScores],
-        slot: Slot | None = None,
+        *further: Any,
     ) -> None:
         ready = transfers.record()
-        init(self, layout, sampled, transfers, prompt_scores, slot)
+        init(self, layout, tokens, logprobs, transfers, *further)
         self._ready = ready
 
     with patch.object(PendingOutput, "__init__", faulty):
@@ -134,34 +134,32 @@ def _copy_of_live_memory() -> AbstractContextManager[object]:
 
 @contextmanager
 def _row_freed_one_step_early() -> Iterator[None]:
-    apply_events = Runner._apply_events
+    apply = Lifecycle.apply
 
-    def faulty(self: Runner, plan: StepPlan) -> None:
-        apply_events(self, plan)
+    def faulty(self: Lifecycle, plan: StepPlan) -> None:
+        apply(self, plan)
         idle = [name for name in self.rows._row_of if name not in plan.scheduled.req_ids]
         for name in idle:
-            row = self.rows.release(name)
-            for state in self._row_states:
-                state.evict(row)  # type: ignore[arg-type]  # it has a row
+            self._leave(name)
 
-    with patch.object(Runner, "_apply_events", faulty):
+    with patch.object(Lifecycle, "apply", faulty):
         yield
 
 
 @contextmanager
 def _row_freed_one_step_late() -> Iterator[None]:
-    apply_events = Runner._apply_events
+    apply = Lifecycle.apply
     postponed: list[str] = []
 
-    def faulty(self: Runner, plan: StepPlan) -> None:
+    def faulty(self: Lifecycle, plan: StepPlan) -> None:
         arriving = {arrival.req_id for arrival in plan.arrivals}
         now = [name for name in plan.departed if name in arriving]
         later = [name for name in plan.departed if name not in arriving]
         departed = (*postponed, *now)
         postponed[:] = later
-        apply_events(self, _replace(plan, departed=departed))
+        apply(self, _replace(plan, departed=departed))
 
-    with patch.object(Runner, "_apply_events", faulty):
+    with patch.object(Lifecycle, "apply", faulty):
         yield
 
 
@@ -184,24 +182,24 @@ def _sampler_row_kept() -> AbstractContextManager[object]:
 
 def _progress_not_told_again() -> AbstractContextManager[object]:
     def faulty(self: RequestColumns, rows: Int32, num_computed_tokens: Int32) -> None:
-        self._counted[rows] = num_computed_tokens
+        self.progress.upper[rows] = num_computed_tokens
 
     return patch.object(RequestColumns, "agree", faulty)
 
 
 @contextmanager
 def _arrivals_before_departures() -> Iterator[None]:
-    apply_events = Runner._apply_events
+    apply = Lifecycle.apply
 
-    def faulty(self: Runner, plan: StepPlan) -> None:
+    def faulty(self: Lifecycle, plan: StepPlan) -> None:
         scheduled = plan.scheduled
-        apply_events(self, StepPlan(arrivals=plan.arrivals, scheduled=scheduled))
-        apply_events(
+        apply(self, StepPlan(arrivals=plan.arrivals, scheduled=scheduled))
+        apply(
             self,
             StepPlan(departed=plan.departed, continuations=plan.continuations, scheduled=scheduled),
         )
 
-    with patch.object(Runner, "_apply_events", faulty):
+    with patch.object(Lifecycle, "apply", faulty):
         yield
 
 
@@ -246,13 +244,18 @@ def _next_decode_in_another_order() -> Iterator[None]:
         yield
 
 
-def _upload_skipped_by_shape() -> AbstractContextManager[object]:
-    def faulty(self: InputBuffers, packed: Int32) -> None:
-        if self._staged is None or packed.shape != self._staged.shape:
-            self._packed.stage_write(0, 0, packed)
-            self._staged = packed
+@contextmanager
+def _upload_skipped_by_shape() -> Iterator[None]:
+    stage = InputBuffers.stage
+    shapes: dict[int, tuple[int, ...]] = {}
 
-    return patch.object(InputBuffers, "stage", faulty)
+    def faulty(self: InputBuffers, packed: Int32) -> None:
+        if shapes.get(id(self)) != packed.shape:
+            stage(self, packed)
+            shapes[id(self)] = packed.shape
+
+    with patch.object(InputBuffers, "stage", faulty):
+        yield
 
 
 @contextmanager
@@ -296,15 +299,15 @@ def _state_of_departed_requests_piles_up() -> Iterator[None]:
 
 @contextmanager
 def _advances_pile_up() -> Iterator[None]:
-    advance = RequestColumns.advance
+    advance = Progress.advance
     advances: list[Int32] = []
 
-    def faulty(self: RequestColumns, rows: Int32, num_tokens: Int32) -> None:
+    def faulty(self: Progress, batch_id: int, rows: Int32, num_tokens: Int32) -> None:
         advances.append(num_tokens.copy())
         self._advances = advances  # type: ignore[attr-defined]  # the fault
-        advance(self, rows, num_tokens)
+        advance(self, batch_id, rows, num_tokens)
 
-    with patch.object(RequestColumns, "advance", faulty):
+    with patch.object(Progress, "advance", faulty):
         yield
 
 
@@ -356,8 +359,8 @@ def _slot_read_before_its_event() -> Iterator[None]:
     wait = PendingOutput.wait
 
     def faulty(self: PendingOutput) -> RunnerOutput:
-        if self._slot is not None:
-            self._slot.take()
+        if isinstance(self._tokens, Slot):
+            self._tokens.take()
         return wait(self)
 
     with patch.object(PendingOutput, "wait", faulty):

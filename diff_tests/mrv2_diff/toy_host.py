@@ -10,7 +10,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any
 
 from mrv2 import (
     Arrival,
@@ -27,7 +27,6 @@ from mrv2 import (
     StepPlan,
 )
 from mrv2.memory.transfers import Transfers
-from mrv2.ports import AttentionPlanner, Model
 from mrv2_diff.models.hashlm import HashLM, hashlm_tokens
 
 Work = Mapping[str, int]
@@ -35,10 +34,6 @@ Work = Mapping[str, int]
 
 Story = Callable[["ToyHost", int], Work]
 """Called before each step with its number; tells the host what happens, and returns the work."""
-
-
-class Ports(Model, AttentionPlanner, Protocol):
-    """A model that makes its own attention metadata."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -219,9 +214,11 @@ class Toy:
         num_blocks: Blocks of each KV group.
         windows: Attention windows, as for `HashLM`.
         transfers: Carries every copy; the runner's own by default.
-        around: Returns what stands between the runner and the model; nothing by default.
+        around: Returns what stands between the runner and the model, a `Model` that is its own
+            `AttentionPlanner`; nothing by default.
         graph_maker: Captures the sizes of `config.graphs`, at once.
         capturing: Entered while it does.
+        options: Further arguments of the runner, such as its head.
     """
 
     def __init__(
@@ -230,13 +227,14 @@ class Toy:
         num_blocks: int = 400,
         windows: Sequence[int | None] | None = None,
         transfers: Transfers | None = None,
-        around: Callable[[HashLM], Ports] = lambda model: model,
+        around: Callable[[HashLM], Any] = lambda model: model,
         graph_maker: GraphMaker | None = None,
         capturing: AbstractContextManager[object] | None = None,
+        **options: Any,
     ) -> None:
         self.model = HashLM(config, num_blocks, windows)
         ports = around(self.model)
-        self.runner = Runner(config, ports, ports, transfers, graph_maker=graph_maker)
+        self.runner = Runner(config, ports, ports, transfers, graph_maker=graph_maker, **options)
         if graph_maker is not None:
             with capturing or nullcontext():
                 self.runner.capture()

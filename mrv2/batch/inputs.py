@@ -112,7 +112,7 @@ gather_tokens = TwinOp(
 
 
 @triton.jit
-def _locate_logits_kernel(
+def _locate_logits_kernel(  # noqa: PLR0913 - a kernel takes pointers and strides, not objects
     rows_ptr: tl.tensor,
     query_start_loc_ptr: tl.tensor,
     cu_num_logits_ptr: tl.tensor,
@@ -120,6 +120,7 @@ def _locate_logits_kernel(
     logits_indices_ptr: tl.tensor,
     logit_rows_ptr: tl.tensor,
     positions_ptr: tl.tensor,
+    num_logits_ptr: tl.tensor,
     BLOCK: tl.constexpr,
 ) -> None:
     batch_idx = tl.program_id(0)
@@ -128,6 +129,7 @@ def _locate_logits_kernel(
     num_logits = tl.load(cu_num_logits_ptr + batch_idx + 1) - first
     end = tl.load(query_start_loc_ptr + batch_idx + 1)
     seq_len = tl.load(seq_lens_ptr + batch_idx)
+    tl.store(num_logits_ptr + batch_idx, num_logits)
     offset = tl.arange(0, BLOCK)
     for begin in range(0, num_logits, BLOCK):
         logit_offset = begin + offset
@@ -140,7 +142,7 @@ def _locate_logits_kernel(
         )
 
 
-def _locate_logits_launch(
+def _locate_logits_launch(  # noqa: PLR0913 - its parameters are the op's
     rows: Tensor,
     query_start_loc: Tensor,
     cu_num_logits: Tensor,
@@ -149,12 +151,14 @@ def _locate_logits_launch(
     logits_indices: Tensor,
     logit_rows: Tensor,
     positions: Tensor,
+    num_logits: Tensor,
 ) -> Launch:
-    args = (rows, query_start_loc, cu_num_logits, seq_lens, logits_indices, logit_rows, positions)
+    outputs = (logits_indices, logit_rows, positions, num_logits)
+    args = (rows, query_start_loc, cu_num_logits, seq_lens, *outputs)
     return Launch(_locate_logits_kernel, (rows.shape[0],), args, {"BLOCK": 16}, num_warps=1)
 
 
-def _locate_logits_reference(
+def _locate_logits_reference(  # noqa: PLR0913 - its parameters are the op's
     rows: Tensor,
     query_start_loc: Tensor,
     cu_num_logits: Tensor,
@@ -163,6 +167,7 @@ def _locate_logits_reference(
     logits_indices: Tensor,
     logit_rows: Tensor,
     positions: Tensor,
+    num_logits: Tensor,
 ) -> None:
     """Find the tokens whose hidden states become logits: the last ones of each request.
 
@@ -178,8 +183,10 @@ def _locate_logits_reference(
         logit_rows: [num_logits] int32. Written: logit -> row.
         positions: [num_logits] int64. Written: position of the token that the logit draws, one past
             its own.
+        num_logits: [num_reqs] int32. Written: logits of each request.
     """
-    batch_idx = torch.repeat_interleave(cu_num_logits.diff(), output_size=positions.shape[0])
+    torch.sub(cu_num_logits[1:], cu_num_logits[:-1], out=num_logits)
+    batch_idx = torch.repeat_interleave(num_logits, output_size=positions.shape[0])
     following = batch_idx + 1
     behind = cu_num_logits[following] - torch.arange(positions.shape[0], dtype=torch.int32)
     torch.sub(query_start_loc[following], behind, out=logits_indices)
@@ -191,7 +198,7 @@ locate_logits = TwinOp(
     "batch.locate_logits",
     reference=_locate_logits_reference,
     launch=_locate_logits_launch,
-    mutates=frozenset({"logits_indices", "logit_rows", "positions"}),
+    mutates=frozenset({"logits_indices", "logit_rows", "positions", "num_logits"}),
 )
 
 
@@ -213,6 +220,7 @@ class InputViews(NamedTuple):
     logits_indices: Tensor
     logit_rows: Tensor
     logit_positions: Tensor
+    num_logits: Tensor
 
 
 class InputBuffers:
@@ -244,9 +252,9 @@ class InputBuffers:
         self._logits_indices = buffer(num_tokens, torch.int32)
         self._logit_rows = buffer(num_tokens, torch.int32)
         self._logit_positions = buffer(num_tokens, torch.int64)
+        self._num_logits = buffer(num_reqs, torch.int32)
         self._shape = (-1, -1, -1)
         self._views: InputViews | None = None
-        self._staged: Int32 | None = None
 
     def views(self, layout: BatchLayout) -> InputViews:
         """Return the parts that a layout uses; the last ones again while the shape stays."""
@@ -265,10 +273,8 @@ class InputBuffers:
         return self._input_ids[:num_tokens], self._positions[:num_tokens]
 
     def stage(self, packed: Int32) -> None:
-        """Stage a layout's packed values, unless they are the last ones staged."""
-        if packed is not self._staged:
-            self._packed.stage_write(0, 0, packed)
-            self._staged = packed
+        """Stage a layout's packed values."""
+        self._packed.stage_write(0, 0, packed)
 
     def _cut(self, num_reqs: int, num_tokens: int, num_logits: int) -> InputViews:
         section, packed = section_len(num_reqs), self._packed.tensor[0]
@@ -286,6 +292,7 @@ class InputBuffers:
             logits_indices=self._logits_indices[:num_logits],
             logit_rows=self._logit_rows[:num_logits],
             logit_positions=self._logit_positions[:num_logits],
+            num_logits=self._num_logits[:num_reqs],
         )
 
 
@@ -315,8 +322,12 @@ class InputBatch:
     Columns beyond a request's own blocks are stale."""
     slots: tuple[Tensor, ...]
     """[num_tokens] int64 for each KV group."""
+    num_logits: Tensor
+    """[num_reqs] int32. Logits of each request."""
     logits_indices: Tensor
-    """[num_logits] int32. Logit -> token of the batch."""
+    """[num_logits] int32. Logit -> token of the batch; not written where `has_all_logits` is."""
+    has_all_logits: bool
+    """Whether every token has a logit, in the order of the tokens."""
     logits_view: LogitsView
 
 
@@ -328,7 +339,8 @@ def prepare_mixed_inputs(
 ) -> InputBatch:
     """Queue the kernels that make the inputs of a step of any requests, as `pack_mixed` packs it.
 
-    Its packed values are on the device. Everybody has a logit, of the idle row where it draws none.
+    Its packed values are on the device. Everybody has a logit, of the idle row where it draws none;
+    `num_logits` says who draws.
     """
     views = buffers.views(layout)
     _gather_tokens_and_slots(layout, requests, block_tables, views)
@@ -341,8 +353,9 @@ def prepare_mixed_inputs(
         requests.idle_row,
         views.logits_indices,
         views.logit_positions,
+        views.num_logits,
     )
-    return _batch(layout, views, views.logits_indices, views.draw_rows)
+    return _batch(layout, views, views.logits_indices, views.draw_rows, has_all_logits=False)
 
 
 def prepare_inputs(
@@ -353,17 +366,24 @@ def prepare_inputs(
 ) -> InputBatch:
     """Queue the kernels that make the inputs of a layout whose packed values are on the device."""
     views = buffers.views(layout)
-    if layout.is_decode:
-        _gather_decode(layout, requests, block_tables, views)
-        logits_indices, logit_rows = views.first_tokens, views.rows
-    else:
-        _gather(layout, requests, block_tables, views)
-        logits_indices, logit_rows = views.logits_indices, views.logit_rows
-    return _batch(layout, views, logits_indices, logit_rows)
+    if layout.is_uniform:
+        _gather_uniform(layout, requests, block_tables, views)
+        one_each = layout.max_query_len == 1
+        logits_indices = views.first_tokens if one_each else views.logits_indices
+        logit_rows = views.rows if one_each else views.logit_rows
+        return _batch(layout, views, logits_indices, logit_rows, has_all_logits=True)
+    _gather(layout, requests, block_tables, views)
+    has_all = layout.num_logits == layout.num_tokens
+    return _batch(layout, views, views.logits_indices, views.logit_rows, has_all_logits=has_all)
 
 
 def _batch(
-    layout: BatchLayout, views: InputViews, logits_indices: Tensor, logit_rows: Tensor
+    layout: BatchLayout,
+    views: InputViews,
+    logits_indices: Tensor,
+    logit_rows: Tensor,
+    *,
+    has_all_logits: bool,
 ) -> InputBatch:
     return InputBatch(
         layout=layout,
@@ -375,16 +395,19 @@ def _batch(
         seq_lens=views.seq_lens,
         block_tables=views.block_tables,
         slots=views.slots,
+        num_logits=views.num_logits,
         logits_indices=logits_indices,
+        has_all_logits=has_all_logits,
         logits_view=LogitsView(
             logit_rows=logit_rows,
             positions=views.logit_positions,
             rows_np=layout.logit_rows,
+            batch_id=layout.batch_id,
         ),
     )
 
 
-def _gather_decode(
+def _gather_uniform(
     layout: BatchLayout, requests: RequestColumns, block_tables: BlockTables, views: InputViews
 ) -> None:
     decode_tokens(
@@ -396,6 +419,9 @@ def _gather_decode(
         views.positions,
         views.seq_lens,
         views.logit_positions,
+        views.logit_rows,
+        views.num_logits,
+        layout.max_query_len,
     )
     for group, table, gathered, slots in zip(
         block_tables.groups, block_tables.tables, views.block_tables, views.slots, strict=True
@@ -409,6 +435,7 @@ def _gather_decode(
             num_columns,
             gathered,
             slots,
+            layout.max_query_len,
         )
 
 
@@ -425,6 +452,7 @@ def _gather(
         views.logits_indices,
         views.logit_rows,
         views.logit_positions,
+        views.num_logits,
     )
 
 

@@ -56,7 +56,7 @@ pad_slots = TwinOp(
 
 
 @triton.jit(do_not_specialize=["num_reqs", "idle_row"])
-def _locate_draws_kernel(
+def _locate_draws_kernel(  # noqa: PLR0913 - a kernel takes pointers and strides, not objects
     query_start_loc_ptr: tl.tensor,
     seq_lens_ptr: tl.tensor,
     draw_rows_ptr: tl.tensor,
@@ -64,6 +64,7 @@ def _locate_draws_kernel(
     idle_row: tl.tensor,
     logits_indices_ptr: tl.tensor,
     draw_positions_ptr: tl.tensor,
+    num_logits_ptr: tl.tensor,
     BLOCK: tl.constexpr,
 ) -> None:
     batch_idx = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -73,6 +74,7 @@ def _locate_draws_kernel(
     draws = tl.load(draw_rows_ptr + batch_idx, mask=mask, other=0) != idle_row
     position = tl.load(seq_lens_ptr + batch_idx, mask=mask, other=0).to(tl.int64)
     tl.store(draw_positions_ptr + batch_idx, tl.where(draws, position, 0), mask=mask)
+    tl.store(num_logits_ptr + batch_idx, draws.to(tl.int32), mask=mask)
 
 
 def _locate_draws_launch(
@@ -82,6 +84,7 @@ def _locate_draws_launch(
     idle_row: int,
     logits_indices: Tensor,
     draw_positions: Tensor,
+    num_logits: Tensor,
 ) -> Launch:
     block = 128
     num_reqs = draw_rows.shape[0]
@@ -93,6 +96,7 @@ def _locate_draws_launch(
         idle_row,
         logits_indices,
         draw_positions,
+        num_logits,
     )
     return Launch(_locate_draws_kernel, (cdiv(num_reqs, block),), args, {"BLOCK": block})
 
@@ -104,6 +108,7 @@ def _locate_draws_reference(
     idle_row: int,
     logits_indices: Tensor,
     draw_positions: Tensor,
+    num_logits: Tensor,
 ) -> None:
     """Find each request's last token, and the position of the token that it draws.
 
@@ -117,14 +122,17 @@ def _locate_draws_reference(
             before.
         draw_positions: [num_reqs] int64. Written: one past the last token's own; 0 where nothing is
             drawn.
+        num_logits: [num_reqs] int32. Written: 1 where a token is drawn, else 0.
     """
+    draws = draw_rows != idle_row
     logits_indices.copy_((query_start_loc[1:] - 1).clamp_(min=0))
-    draw_positions.copy_(torch.where(draw_rows == idle_row, 0, seq_lens))
+    draw_positions.copy_(torch.where(draws, seq_lens, 0))
+    num_logits.copy_(draws)
 
 
 locate_draws = TwinOp(
     "batch.locate_draws",
     reference=_locate_draws_reference,
     launch=_locate_draws_launch,
-    mutates=frozenset({"logits_indices", "draw_positions"}),
+    mutates=frozenset({"logits_indices", "draw_positions", "num_logits"}),
 )

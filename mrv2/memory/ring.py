@@ -18,6 +18,9 @@ from mrv2.memory.transfers import Event
 from mrv2.ops.launch import Launch
 from mrv2.ops.twin import TwinOp
 
+REJECTED = -1
+"""In a slot, in the place of a token that was rejected or never drawn."""
+
 NUM_SLOTS = 8
 """Steps whose results may be unread at once. vLLM queues one step ahead."""
 
@@ -27,9 +30,11 @@ class Slot:
 
     Args:
         values: [num_values] int64. The part of the ring that the step writes.
+        may_reject: Whether it may leave `REJECTED` in the place of a request's token.
     """
 
-    def __init__(self, values: Tensor) -> None:
+    def __init__(self, values: Tensor, *, may_reject: bool = False) -> None:
+        self.may_reject = may_reject
         self._values = values
         self._taken: list[int] | None = None
         self.ready: Event | None = None
@@ -81,10 +86,15 @@ class ResultRing:
                 )
             owner.take()
 
-    def begin(self, num_values: int) -> Slot:
-        """Return the slot of a step that is queued next; `make_room` came before."""
+    def begin(self, num_values: int, *, may_reject: bool = False) -> Slot:
+        """Return the slot of a step that is queued next; `make_room` came before.
+
+        Args:
+            num_values: Tokens that it writes.
+            may_reject: As in `Slot`.
+        """
         index = self._num_begun % NUM_SLOTS
-        slot = Slot(self.values[index, :num_values])
+        slot = Slot(self.values[index, :num_values], may_reject=may_reject)
         self._owners[index] = weakref.ref(slot)
         self._num_begun += 1
         return slot
@@ -100,13 +110,16 @@ class ResultRing:
         return None if owner is None else owner()
 
 
-@triton.jit(do_not_specialize=["num_values"])
-def _publish_kernel(
-    values_ptr: tl.tensor,
+@triton.jit(do_not_specialize=["num_values", "width"])
+def _publish_kernel(  # noqa: PLR0913 - a kernel takes pointers and strides, not objects
+    token_ids_ptr: tl.tensor,
+    num_sampled_ptr: tl.tensor,
     num_values: tl.tensor,
+    width: tl.tensor,
     cursor_ptr: tl.tensor,
     ring_ptr: tl.tensor,
     ring_stride: tl.tensor,
+    NONE: tl.constexpr,
     SLOTS: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
@@ -115,27 +128,35 @@ def _publish_kernel(
     for start in range(0, num_values, BLOCK):
         index = start + tl.arange(0, BLOCK)
         mask = index < num_values
-        tl.store(slot_ptr + index, tl.load(values_ptr + index, mask=mask), mask=mask)
+        kept = index % width < tl.load(num_sampled_ptr + index // width, mask=mask, other=0)
+        token_id = tl.load(token_ids_ptr + index, mask=mask & kept, other=NONE)
+        tl.store(slot_ptr + index, token_id, mask=mask)
     tl.debug_barrier()
     tl.store(cursor_ptr, (cursor + 1) % SLOTS)
 
 
-def _publish_launch(values: Tensor, cursor: Tensor, ring: Tensor) -> Launch:
-    args = (values, values.shape[0], cursor, ring, ring.stride(0))
+def _publish_launch(token_ids: Tensor, num_sampled: Tensor, cursor: Tensor, ring: Tensor) -> Launch:
+    num_reqs, width = token_ids.shape
+    args = (token_ids, num_sampled, num_reqs * width, width, cursor, ring, ring.stride(0))
     # One program: the counter moves on when everything is written.
-    return Launch(_publish_kernel, (1,), args, {"SLOTS": ring.shape[0], "BLOCK": 1024})
+    sizes = {"NONE": REJECTED, "SLOTS": ring.shape[0], "BLOCK": 1024}
+    return Launch(_publish_kernel, (1,), args, sizes)
 
 
-def _publish_reference(values: Tensor, cursor: Tensor, ring: Tensor) -> None:
-    """Write values into the slot that the counter names, and count.
+def _publish_reference(
+    token_ids: Tensor, num_sampled: Tensor, cursor: Tensor, ring: Tensor
+) -> None:
+    """Write a step's tokens into the slot that the counter names, and count.
 
     Args:
-        values: [num_values] int64.
+        token_ids: [num_reqs, 1 + k] int64, contiguous.
+        num_sampled: [num_reqs] int32. `REJECTED` is written for what is behind these.
         cursor: [1] int32, of [0, num_slots). Advanced by one, modulo num_slots.
-        ring: [num_slots, at least num_values] int64. It may be pinned memory of the host.
+        ring: [num_slots, at least num_reqs * (1 + k)] int64. It may be pinned memory of the host.
     """
     slot = int(cursor)
-    ring[slot, : values.shape[0]] = values
+    kept = torch.arange(token_ids.shape[1]) < num_sampled[:, None]
+    ring[slot, : token_ids.numel()] = torch.where(kept, token_ids, REJECTED).flatten()
     cursor.fill_((slot + 1) % ring.shape[0])
 
 

@@ -35,9 +35,9 @@ from mrv2.state.requests import RequestColumns
 from mrv2.trace import NullTrace, StepTrace
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class SamplerOutput:
-    """What one step drew, on the device."""
+    """What one step drew, on the device. Not frozen, since one is made at every step."""
 
     token_ids: Tensor
     """[num_logits] int64."""
@@ -91,6 +91,7 @@ class Sampler:
         self._features_changed = True
         self._wishes: _Wishes | None = None
         device = arena.transfers.device
+        self._max_num_logits = config.max_num_tokens
         self._no_division = torch.zeros(config.num_rows, dtype=torch.float32, device=device)
         self._no_cutoff = torch.full(
             (config.max_num_tokens,), -torch.inf, dtype=torch.float32, device=device
@@ -153,14 +154,15 @@ class Sampler:
         Raises:
             CapacityError: There are more logits than a step has tokens.
         """
-        if len(logits) > len(self._no_cutoff):
+        num_logits = logits.shape[0]
+        if num_logits > self._max_num_logits:
             raise CapacityError(
-                f"{len(logits)} logits are to be drawn from; max_num_tokens is "
-                f"{len(self._no_cutoff)}"
+                f"{num_logits} logits are to be drawn from; max_num_tokens is "
+                f"{self._max_num_logits}"
             )
-        wishes = self._wishes_of(view.rows_np)
+        wishes = self._wishes_of(view.rows_np, view.batch_id)
         wants_processed = wishes.logprobs and self._logprobs.of_processed
-        narrowing = Narrowing(self._no_division, self._no_cutoff, len(logits))
+        narrowing = Narrowing(self._no_division, self._no_cutoff, num_logits)
         keep = wishes.logprobs and not wants_processed
         processed = self._process(wishes.stages, logits, view, narrowing, keep=keep)
         if wants_processed or self._trace.wants("processed_logits"):
@@ -168,7 +170,7 @@ class Sampler:
                 processed = _writable(processed, logits if keep else None)
                 narrowing.settle(processed, view.logit_rows)
             self._trace.record("processed_logits", processed)
-        token_ids = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
+        token_ids = torch.empty(num_logits, dtype=torch.int64, device=logits.device)
         draw(
             token_ids,
             processed,
@@ -213,11 +215,16 @@ class Sampler:
         )
         return token_ids
 
-    def draws_plainly(self, rows: npt.NDArray[np.int32]) -> bool:
-        """Say whether `draw_plainly` is all that these rows want."""
+    def draws_plainly(self, rows: npt.NDArray[np.int32], batch_id: int = 0) -> bool:
+        """Say whether `draw_plainly` is all that these rows want.
+
+        Args:
+            rows: [num_logits] int32.
+            batch_id: As in `LogitsView`.
+        """
         if not self._demanding and not self._hosts:
             return True
-        return self._wishes_of(rows).are_plain
+        return self._wishes_of(rows, batch_id).are_plain
 
     def drawn(self, token_ids: Tensor, logits: Tensor, view: LogitsView) -> SamplerOutput:
         """Package what `draw_plainly` drew from logits, for rows that want no more.
@@ -264,11 +271,11 @@ class Sampler:
         self._changed = True
         self._wishes = None
 
-    def _wishes_of(self, rows: npt.NDArray[np.int32]) -> "_Wishes":
-        """Return what `rows` want; a batch that only decodes on keeps its array, and its answer."""
-        if self._wishes is None or self._wishes.rows is not rows:
+    def _wishes_of(self, rows: npt.NDArray[np.int32], batch_id: int) -> "_Wishes":
+        """Return what `rows` want; a batch that only goes on keeps its id, and its answer."""
+        if self._wishes is None or not batch_id or self._wishes.batch_id != batch_id:
             self._wishes = _Wishes(
-                rows=rows,
+                batch_id=batch_id,
                 stages=tuple(_acting(stage) for stage in self._stages if stage.wants(rows)),
                 logprobs=self._logprobs.wants(rows),
             )
@@ -292,8 +299,7 @@ class _Acting:
 class _Wishes:
     """What the rows of one batch want."""
 
-    rows: npt.NDArray[np.int32]
-    """[num_logits] int32. Never changed in place."""
+    batch_id: int
     stages: tuple[_Acting, ...]
     logprobs: bool
 

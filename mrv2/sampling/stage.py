@@ -23,9 +23,12 @@ from mrv2.state.protocol import RowState
 from mrv2.state.requests import RequestColumns
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class LogitsView:
-    """Whose logits these are: all that sampling knows of a batch. A request may have any number."""
+    """Whose logits these are: all that sampling knows of a batch. A request may have any number.
+
+    Not frozen, since one is made at every step.
+    """
 
     logit_rows: Tensor
     """[num_logits] int32, device. Logit -> state row."""
@@ -33,6 +36,8 @@ class LogitsView:
     """[num_logits] int64, device. Position of the token that each logit draws."""
     rows_np: npt.NDArray[np.int32]
     """[num_logits], host. The same rows as `logit_rows`."""
+    batch_id: int = 0
+    """The same in two views of the same rows; 0 is the same as nothing."""
 
 
 class Stage(RowState, Protocol):

@@ -238,3 +238,13 @@ class BlockTables:
         for index, (table, blocks) in enumerate(zip(self.tables, block_ids, strict=True)):
             table.stage_write(row, int(self._num_blocks[index, row]), blocks)
             self._num_blocks[index, row] += len(blocks)
+
+    def take_back(self, row: int, block_ids: Sequence[Sequence[int]]) -> None:
+        """Forget the blocks that were appended last.
+
+        Args:
+            row: The request's row.
+            block_ids: The same as `append` was given.
+        """
+        for index, blocks in enumerate(block_ids):
+            self._num_blocks[index, row] -= len(blocks)

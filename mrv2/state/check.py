@@ -84,7 +84,7 @@ def check_work(
         min(scheduled.num_tokens) > 0
         and min(scheduled.num_computed_tokens) >= 0
         and max(ends) <= config.max_model_len
-        and all(map(le, ends, scheduled.num_known_tokens))
+        and all(map(le, ends, _runnable(scheduled, config)))
     )
     if not fits:
         _refuse_work(scheduled, config)
@@ -170,6 +170,14 @@ def _held_after(
     return held
 
 
+def _runnable(scheduled: Scheduled | NextDecode, config: RunnerConfig) -> list[int]:
+    """Return how many tokens each request could have run after the step: drafts count."""
+    known = scheduled.num_known_tokens
+    if not config.max_drafts:
+        return known
+    return [num_known + config.max_drafts for num_known in known]
+
+
 def _refuse_work(scheduled: Scheduled | NextDecode, config: RunnerConfig) -> None:
     """Name the first request whose work does not fit."""
     for req_id, num_tokens, start, num_known in zip(
@@ -179,10 +187,11 @@ def _refuse_work(scheduled: Scheduled | NextDecode, config: RunnerConfig) -> Non
         scheduled.num_known_tokens,
         strict=True,
     ):
-        if not 0 <= start < start + num_tokens <= num_known:
+        if not 0 <= start < start + num_tokens <= num_known + config.max_drafts:
+            drafts = f", and {config.max_drafts} drafts (max_drafts)" if config.max_drafts else ""
             raise ProtocolError(
                 f"request {req_id!r} is to run {num_tokens} tokens from position {start} on; "
-                f"it has {num_known}"
+                f"it has {num_known}{drafts}"
             )
         if start + num_tokens > config.max_model_len:
             raise CapacityError(

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from mrv2.batch.inputs import InputBatch
 from mrv2.config import RunnerConfig
-from mrv2.ports import ForwardInputs
+from mrv2.ports import AttentionPlanner, ForwardInputs, ForwardOutput
 
 SPACING = 0.125
 """Between neighbouring logits of a row; a power of two, so that every logit is exact."""
@@ -45,7 +45,7 @@ class HashAttention:
     slots: tuple[Tensor, ...]
 
 
-class HashLM:
+class HashLM(AttentionPlanner):
     """The model and its attention planner, on any device, without a wait.
 
     Args:
@@ -90,14 +90,14 @@ class HashLM:
             slots=batch.slots,
         )
 
-    def forward(self, inputs: ForwardInputs) -> Tensor:
+    def forward(self, inputs: ForwardInputs) -> ForwardOutput:
         """Write the words of the step's tokens, then return each one's context, [num_tokens, 1].
 
         Behind those stands noise for what pads the inputs.
         """
         attention = inputs.attention
         if attention is None:
-            return torch.zeros_like(inputs.positions).unsqueeze(1)
+            return ForwardOutput(hidden=torch.zeros_like(inputs.positions).unsqueeze(1))
         assert isinstance(attention, HashAttention)
         padded = _mix(inputs.input_ids.long() * _signed(_TOKEN_KEY) + inputs.positions)
         words = padded[: len(attention.ends)]
@@ -107,7 +107,8 @@ class HashLM:
             cache.index_copy_(0, torch.where(slots < 0, len(cache) - 1, slots), words)
             context = self._context(group, attention)
             hidden = _mix((hidden + context) * _signed(_GROUP_KEY))
-        return torch.cat([hidden, padded[len(hidden) :]]).unsqueeze(1)
+        hidden = torch.cat([hidden, padded[len(hidden) :]]).unsqueeze(1)
+        return ForwardOutput(hidden=hidden)
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """Return [num_logits, vocab_size] float32: evenly spaced levels, in the context's order."""

@@ -1,6 +1,6 @@
 """Faults of what a step runs: tokens, positions, lengths, slots, attention, logits, commit."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -13,8 +13,8 @@ from mrv2.batch import commit, decode, inputs
 from mrv2.batch.inputs import InputBatch
 from mrv2.memory.arena import Arena
 from mrv2.output import PendingOutput
-from mrv2.ports import ForwardInputs
-from mrv2.runner import Runner
+from mrv2.ports import ForwardInputs, ForwardOutput
+from mrv2.runner import Forced, Runner
 from mrv2.state import block_tables
 from mrv2_compat.vllm_v1.host.attention import VllmAttentionPlanner
 from mrv2_compat.vllm_v1.host.model import VllmModel
@@ -147,8 +147,8 @@ def _keys_written_one_slot_behind() -> Context:
 
 
 def _rotary_positions_from_the_chunk() -> Context:
-    def faulty(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        def from_the_chunk(self: VllmModel, given: ForwardInputs) -> Tensor:
+    def faulty(forward: Callable[..., ForwardOutput]) -> Callable[..., ForwardOutput]:
+        def from_the_chunk(self: VllmModel, given: ForwardInputs) -> ForwardOutput:
             first = given.positions[:1] if len(given.positions) else 0
             return forward(self, replace(given, positions=given.positions - first))
 
@@ -171,11 +171,11 @@ def _logits_that_are_not_numbers() -> Context:
 
 def _token_committed_twice() -> Context:
     def again(arguments: Arguments) -> None:
-        rows, positions = arguments["logit_rows"], arguments["positions"]
+        drawing = arguments["num_sampled"] > 0
+        rows, lengths = arguments["rows"][drawing].long(), arguments["seq_lens"][drawing].long()
         last = arguments["token_table"].shape[1] - 1
-        arguments["token_table"][rows, (positions + 1).clamp(max=last)] = arguments["drawn"].to(
-            torch.int32
-        )
+        tokens = arguments["token_ids"][drawing, 0].to(torch.int32)
+        arguments["token_table"][rows, (lengths + 1).clamp(max=last)] = tokens
         arguments["num_computed_tokens"][rows] += 1
 
     return after(commit.commit_step, again)
@@ -183,27 +183,27 @@ def _token_committed_twice() -> Context:
 
 def _token_committed_to_a_neighbour() -> Context:
     def swap(arguments: Arguments) -> None:
-        arguments["drawn"] = arguments["drawn"].flip(0)
+        arguments["token_ids"] = arguments["token_ids"].flip(0)
 
     return before(commit.commit_step, swap)
 
 
 def _chunks_do_not_advance() -> Context:
     def hold(arguments: Arguments) -> None:
-        drawing = torch.isin(arguments["rows"], arguments["logit_rows"])
-        arguments["rows"] = arguments["rows"][drawing]
-        arguments["seq_lens"] = arguments["seq_lens"][drawing]
+        drawing = arguments["num_sampled"] > 0
+        for name in ("rows", "seq_lens", "num_logits", "token_ids", "num_sampled"):
+            arguments[name] = arguments[name][drawing]
 
     return before(commit.commit_step, hold)
 
 
 def _own_tokens_not_committed() -> Context:
     def forget(arguments: Arguments) -> None:
-        arguments["drawn"] = torch.zeros_like(arguments["drawn"])
+        arguments["token_ids"] = torch.zeros_like(arguments["token_ids"])
 
     def faulty(sample: Callable[..., PendingOutput]) -> Callable[..., PendingOutput]:
         def forgetful(
-            self: Runner, step: Any, forced: Sequence[int] | None = None, grammar: Any = None
+            self: Runner, step: Any, forced: Forced | None = None, grammar: Any = None
         ) -> PendingOutput:
             with nullcontext() if forced is not None else before(commit.commit_step, forget):
                 return sample(self, step, forced, grammar)

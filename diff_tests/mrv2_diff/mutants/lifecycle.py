@@ -68,22 +68,22 @@ def _progress_of_the_last_owner() -> Context:
             if num_computed_tokens:
                 stage(self, row, num_computed_tokens)
             else:
-                self._counted[row] = 0
+                self.progress.set(row, 0)
 
         return kept
 
-    return changed(RequestColumns, "_stage_progress", faulty)
+    return changed(RequestColumns, "stage_progress", faulty)
 
 
 def _cached_prefix_run_again() -> Context:
     def faulty(stage: Callable[..., None]) -> Callable[..., None]:
         def from_the_start(self: RequestColumns, row: int, num_computed_tokens: int) -> None:
             stage(self, row, 0)
-            self._counted[row] = num_computed_tokens
+            self.progress.set(row, num_computed_tokens)
 
         return from_the_start
 
-    return changed(RequestColumns, "_stage_progress", faulty)
+    return changed(RequestColumns, "stage_progress", faulty)
 
 
 def _arriving_with(fault: Callable[[Arrival], Arrival]) -> Context:
@@ -123,10 +123,10 @@ def _laid_out_from(fault: Callable[[Scheduled], Scheduled]) -> Context:
     """Let a checked plan of a step with prompts be laid out from other numbers."""
 
     def faulty(lay_out: Callable[..., BatchLayout]) -> Callable[..., BatchLayout]:
-        def other(scheduled: Scheduled | NextDecode, rows: Any) -> BatchLayout:
+        def other(scheduled: Scheduled | NextDecode, rows: Any, **options: Any) -> BatchLayout:
             if isinstance(scheduled, Scheduled):
                 scheduled = fault(scheduled)
-            return lay_out(scheduled, rows)
+            return lay_out(scheduled, rows, **options)
 
         return other
 

@@ -8,10 +8,11 @@ from unittest.mock import patch
 
 from torch import Tensor
 
-from mrv2 import output
-from mrv2.sampling import logprobs, prompt_logprobs
+from mrv2.features import prompt_logprobs
+from mrv2.features.prompt_logprobs import PromptLogprobs
+from mrv2.output import PendingOutput
+from mrv2.sampling import logprobs
 from mrv2.sampling.logprobs import LogprobsTensors, SampledLogprobs, gather_logprobs
-from mrv2.sampling.prompt_logprobs import PromptLogprobs
 from mrv2_compat.vllm_v1 import runner as adapter
 from mrv2_compat.vllm_v1.step.translate_out import BatchIndices
 from mrv2_diff.compare.steps import OF_PROMPTS
@@ -20,15 +21,12 @@ from mrv2_diff.mutants.mutant import Arguments, Mutant, after, changed, of_a_nei
 Context = AbstractContextManager[object]
 
 
-@contextmanager
-def _outputs_in_another_order() -> Iterator[None]:
-    split = output._split
-
-    def faulty(*args: Any) -> Any:
-        return list(reversed(split(*args)))
-
-    with patch.object(output, "_split", faulty):
-        yield
+def _outputs_in_another_order() -> Context:
+    return changed(
+        PendingOutput,
+        "_token_ids",
+        lambda token_ids: lambda self: list(reversed(token_ids(self))),
+    )
 
 
 def _requests_found_elsewhere() -> Context:

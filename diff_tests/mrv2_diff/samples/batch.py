@@ -72,48 +72,79 @@ def _locate_logits(generator: torch.Generator) -> Iterator[Sample]:
                 "logits_indices": sentinels(sum(num_logits), dtype=torch.int32),
                 "logit_rows": sentinels(sum(num_logits), dtype=torch.int32),
                 "positions": sentinels(sum(num_logits), dtype=torch.int64),
+                "num_logits": sentinels(len(num_logits), dtype=torch.int32),
             },
         )
 
 
 def _commit_step(generator: torch.Generator) -> Iterator[Sample]:
     many = 257
-    for name, num_logits, seq_lens in (
-        ("one", [1], [1]),
-        ("some without logits", [1, 0, 1, 1, 0], [5, 3, 1, 699, 700]),
-        ("several logits a request", [3, 0, 1, 5], [9, 4, 2, 30]),
-        ("more logits than requests", [300, 2], [400, 3]),
-        ("more than a block", [1, 0] * (many // 2) + [1], list(range(1, many + 1))),
-        ("full rows use the last column", [1, 1, 0], [700, 699, 700]),
-        ("none draws", [0, 0], [7, 11]),
+    for name, num_logits, num_sampled, seq_lens in (
+        ("one", [1], [1], [1]),
+        ("some without logits", [1, 0, 1, 1, 0], [1, 0, 1, 1, 0], [5, 3, 1, 699, 700]),
+        ("all drafts accepted", [3, 0, 1, 5], [3, 0, 1, 5], [9, 4, 2, 30]),
+        ("some drafts rejected", [3, 0, 4, 5], [1, 0, 2, 5], [9, 4, 4, 30]),
+        ("requests that are none", [0, 1, 0, 2], [1, 1, 2, 1], [0, 8, 0, 9]),
+        ("more than a head may say", [2, 1, 0], [5, 3, 2], [9, 1, 3]),
+        ("fewer than a head may say", [2, 1], [-1, 0], [9, 1]),
+        ("many tokens a request", [300, 2], [300, 1], [400, 3]),
+        (
+            "more than a block",
+            [1, 0] * (many // 2) + [1],
+            [1, 0] * (many // 2) + [1],
+            list(range(1, many + 1)),
+        ),
+        ("full rows use the last column", [1, 1, 0], [1, 1, 0], [700, 699, 700]),
+        ("none draws", [0, 0], [0, 0], [7, 11]),
     ):
-        rows = scattered_rows(len(num_logits), _MAX_ROWS, generator)
-        counts = torch.tensor(num_logits)
-        lengths = torch.tensor(seq_lens, dtype=torch.int32)
-        behind = torch.cat([torch.arange(count, 0, -1) for count in num_logits])
+        num_reqs, width = len(num_logits), max(1, *num_logits, *num_sampled)
         table = sentinels(_MAX_ROWS, _MAX_LEN + 1, dtype=torch.int32)
+        token_ids = integers(0, 50_000, (num_reqs, width), torch.int64, generator)
         yield Sample(
             name=name,
             arguments={
-                "rows": rows,
-                "seq_lens": lengths,
-                "logit_rows": rows.repeat_interleave(counts),
-                "positions": lengths.long().repeat_interleave(counts) - behind + 1,
-                "drawn": integers(0, 50_000, (sum(num_logits),), torch.int64, generator),
+                "rows": scattered_rows(num_reqs, _MAX_ROWS, generator),
+                "seq_lens": torch.tensor(seq_lens, dtype=torch.int32),
+                "num_logits": torch.tensor(num_logits, dtype=torch.int32),
+                "token_ids": strided(token_ids, gap=2),
+                "num_sampled": torch.tensor(num_sampled, dtype=torch.int32),
                 "token_table": strided(table, gap=3),
                 "num_computed_tokens": sentinels(_MAX_ROWS, dtype=torch.int32),
             },
         )
 
 
+def _tokens_by_request(generator: torch.Generator) -> Iterator[Sample]:
+    for name, num_logits, width in (
+        ("one", [1], 1),
+        ("some without", [1, 0, 1, 1, 0], 1),
+        ("none at all", [0, 0], 1),
+        ("several a request", [3, 0, 4, 1], 4),
+        ("more room than any needs", [1, 2], 5),
+        ("more than a block", [1, 0, 2] * 60, 2),
+    ):
+        yield Sample(
+            name=name,
+            arguments={
+                "drawn": integers(0, 50_000, (sum(num_logits),), torch.int64, generator),
+                "cu_num_logits": prefix_sums(num_logits),
+                "token_ids": sentinels(len(num_logits), width, dtype=torch.int64),
+            },
+        )
+
+
 def _decode_tokens(generator: torch.Generator) -> Iterator[Sample]:
-    for name, num_reqs, num_idle in (
-        ("one", 1, 0),
-        ("nobody", 0, 0),
-        ("all idle", 0, 3),
-        ("padded", 5, 3),
-        ("a full block", 128, 0),
-        ("more than a block, padded", 140, 116),
+    for name, num_reqs, num_idle, query_len in (
+        ("one", 1, 0, 1),
+        ("nobody", 0, 0, 1),
+        ("all idle", 0, 3, 1),
+        ("padded", 5, 3, 1),
+        ("a full block", 128, 0, 1),
+        ("more than a block, padded", 140, 116, 1),
+        ("a draft each", 3, 0, 2),
+        ("drafts, padded", 5, 3, 4),
+        ("drafts, more than a block", 130, 2, 3),
+        ("drafts of nobody", 0, 2, 3),
     ):
         rows = torch.cat(
             [
@@ -121,8 +152,10 @@ def _decode_tokens(generator: torch.Generator) -> Iterator[Sample]:
                 torch.full((num_idle,), _MAX_ROWS - 1, dtype=torch.int32),
             ]
         )
-        num_computed = integers(0, _MAX_LEN, (_MAX_ROWS,), torch.int32, generator)
+        most = _MAX_LEN - query_len + 1
+        num_computed = integers(0, most, (_MAX_ROWS,), torch.int32, generator)
         table = integers(0, 50_000, (_MAX_ROWS, _MAX_LEN), torch.int32, generator)
+        num_tokens = len(rows) * query_len
         yield Sample(
             name=name,
             arguments={
@@ -130,24 +163,29 @@ def _decode_tokens(generator: torch.Generator) -> Iterator[Sample]:
                 "idle_row": _MAX_ROWS - 1,
                 "token_table": strided(table, gap=3),
                 "num_computed_tokens": num_computed,
-                "input_ids": sentinels(len(rows), dtype=torch.int32),
-                "positions": sentinels(len(rows), dtype=torch.int64),
+                "input_ids": sentinels(num_tokens, dtype=torch.int32),
+                "positions": sentinels(num_tokens, dtype=torch.int64),
                 "seq_lens": sentinels(len(rows), dtype=torch.int32),
-                "draw_positions": sentinels(len(rows), dtype=torch.int64),
+                "draw_positions": sentinels(num_tokens, dtype=torch.int64),
+                "logit_rows": sentinels(num_tokens, dtype=torch.int32),
+                "num_logits": sentinels(len(rows), dtype=torch.int32),
+                "query_len": query_len,
             },
         )
 
 
 def _decode_blocks(generator: torch.Generator) -> Iterator[Sample]:
     max_blocks = 530
-    for name, seq_lens, block_size in (
-        ("one", [1], 16),
-        ("ends of blocks", [16, 17, 32, 33], 16),
-        ("idle ones between", [0, 5, 0, 40, 0], 16),
-        ("all idle", [0, 0], 16),
-        ("around a program's columns", [256 * 2, 256 * 2 + 1, 257 * 2 + 1], 2),
-        ("block size not a power of two", [23, 24, 25], 24),
-        ("block size 1", [3, 300], 1),
+    for name, seq_lens, block_size, query_len in (
+        ("one", [1], 16, 1),
+        ("ends of blocks", [16, 17, 32, 33], 16, 1),
+        ("idle ones between", [0, 5, 0, 40, 0], 16, 1),
+        ("all idle", [0, 0], 16, 1),
+        ("around a program's columns", [256 * 2, 256 * 2 + 1, 257 * 2 + 1], 2, 1),
+        ("block size not a power of two", [23, 24, 25], 24, 1),
+        ("block size 1", [3, 300], 1, 1),
+        ("drafts across blocks", [4, 17, 0, 32, 34], 16, 4),
+        ("drafts in blocks of 1", [3, 300, 0], 1, 3),
     ):
         num_reqs = len(seq_lens)
         longest = max(1, -(-max(seq_lens) // block_size))
@@ -165,7 +203,8 @@ def _decode_blocks(generator: torch.Generator) -> Iterator[Sample]:
                     "gathered": strided(
                         sentinels(num_reqs + 2, max_blocks, dtype=torch.int32), gap=1
                     ),
-                    "slots": sentinels(num_reqs, dtype=torch.int64),
+                    "slots": sentinels(num_reqs * query_len, dtype=torch.int64),
+                    "query_len": query_len,
                 },
             )
 
@@ -206,6 +245,7 @@ def _locate_draws(generator: torch.Generator) -> Iterator[Sample]:
                 "idle_row": idle_row,
                 "logits_indices": sentinels(len(query_lens), dtype=torch.int32),
                 "draw_positions": sentinels(len(query_lens), dtype=torch.int64),
+                "num_logits": sentinels(len(query_lens), dtype=torch.int32),
             },
         )
 
@@ -218,4 +258,5 @@ SAMPLES = {
     "batch.gather_tokens": OpSamples(generate=_gather_tokens),
     "batch.locate_logits": OpSamples(generate=_locate_logits),
     "batch.commit_step": OpSamples(generate=_commit_step),
+    "batch.tokens_by_request": OpSamples(generate=_tokens_by_request),
 }

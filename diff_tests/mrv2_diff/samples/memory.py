@@ -67,19 +67,22 @@ def _staged_write(generator: torch.Generator) -> Iterator[Sample]:
 
 
 def _publish(generator: torch.Generator) -> Iterator[Sample]:
-    for name, num_values, cursor in (
-        ("one", 1, 0),
-        ("the last slot", 3, 7),
-        ("none at all", 0, 2),
-        ("around a block", 1024, 4),
-        ("more than a block", 1025, 5),
+    for name, num_reqs, width, cursor in (
+        ("one", 1, 1, 0),
+        ("the last slot", 3, 1, 7),
+        ("none at all", 0, 1, 2),
+        ("around a block", 1024, 1, 4),
+        ("more than a block", 1025, 1, 5),
+        ("drafts, some rejected", 5, 4, 3),
+        ("drafts, more than a block", 350, 3, 1),
     ):
         yield Sample(
             name=name,
             arguments={
-                "values": integers(0, 2**40, (num_values,), torch.int64, generator),
+                "token_ids": integers(0, 2**40, (num_reqs, width), torch.int64, generator),
+                "num_sampled": integers(0, width + 1, (num_reqs,), torch.int32, generator),
                 "cursor": torch.tensor([cursor], dtype=torch.int32),
-                "ring": sentinels(8, 1025, dtype=torch.int64),
+                "ring": sentinels(8, 1100, dtype=torch.int64),
             },
         )
 

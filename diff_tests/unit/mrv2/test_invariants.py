@@ -68,7 +68,7 @@ def test_a_snapshot_sees_host_values_device_values_and_containers() -> None:
     changed = {path for path, value in snapshot(toy.runner).items() if value != before.get(path)}
     assert changed == {
         "runner.requests.num_computed_tokens.tensor",
-        "runner._arena._words[False]",
+        "runner._parts.arena._words[False]",
         "runner.block_tables._num_blocks",
         "runner.rows._free",
     }

@@ -6,13 +6,24 @@ tokens and its drafts stand in its row, and each logit knows its position.
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from mrv2 import Arrival, KVGroup, LogitsView, Logprobs, NullTrace, Probe, RunnerConfig, Sampling
+from mrv2 import (
+    PROMPT_LOGPROBS,
+    Arrival,
+    KVGroup,
+    LogitsView,
+    Logprobs,
+    NullTrace,
+    Probe,
+    RunnerConfig,
+    Sampling,
+)
 from mrv2.memory.arena import Arena
 from mrv2.memory.transfers import Transfers
 from mrv2.sampling.sampler import Sampler, SamplerOutput
@@ -271,7 +282,8 @@ def scored(chunks: Sequence[int], evicted_after: int | None = None) -> list[Logp
         assert pending is not None
         output = pending.wait()
         toy.host.take(output)
-        given += output.prompt_logprobs.values()
+        of_prompts: Any = output.extras.get(PROMPT_LOGPROBS, {})
+        given += of_prompts.values()
         computed, work = computed + chunk, {"other": 1}
     for _ in range(2):
         toy.run({"other": 1, "a": 1})

@@ -14,11 +14,21 @@ import pytest
 import torch
 from torch import Tensor
 
-from mrv2 import Arrival, GraphSizes, KVGroup, Runner, RunnerConfig, Sampling, Scheduled, StepPlan
+from mrv2 import (
+    Arrival,
+    GenerateHead,
+    GraphSizes,
+    KVGroup,
+    Runner,
+    RunnerConfig,
+    Sampling,
+    Scheduled,
+    StepPlan,
+)
 from mrv2.batch.commit import commit_step
 from mrv2.batch.inputs import InputBatch, gather_tokens
 from mrv2.batch.layout import BatchLayout
-from mrv2.graphs.shape import GraphKey, GraphMode
+from mrv2.execute.shape import GraphKey, GraphMode
 from mrv2.memory.arena import Arena
 from mrv2.memory.staged import StagedWriteTensor
 from mrv2.memory.transfers import Transfers
@@ -71,9 +81,8 @@ class Seen:
 
 
 def watched(config: RunnerConfig = CONFIG) -> tuple[Toy, Seen]:
-    toy, seen = Toy(config), Seen()
-    toy.runner.trace = seen
-    return toy, seen
+    seen = Seen()
+    return Toy(config, trace=seen), seen
 
 
 def prompt(length: int, first: int = 1) -> list[int]:
@@ -150,10 +159,12 @@ def test_a_resumed_request_has_its_new_blocks_alone_and_its_parameters_again() -
     assert runner.block_tables._num_blocks[:, row].tolist() == [3, 3]
     assert runner.requests.token_ids.tensor[row, :10].tolist() == tokens
     assert runner.requests.prompt_len.device_tensor[row] == 9
-    columns = runner.sampler._columns
+    assert isinstance(runner.head, GenerateHead)
+    sampler = runner.head.sampler
+    columns = sampler._columns
     assert columns.temperature.device_tensor[row] == np.float32(0.7)
     assert columns.seed.device_tensor[row] == 11
-    (penalties,) = [stage for stage in runner.sampler._stages if isinstance(stage, Penalties)]
+    (penalties,) = [stage for stage in sampler._stages if isinstance(stage, Penalties)]
     assert penalties._presence.device_tensor[row] == 0.5
 
 
@@ -197,8 +208,8 @@ def test_a_resumed_prompt_ends_where_its_outputs_end() -> None:
 def test_prompts_as_long_as_a_decode_draw_what_they_draw_alone(is_replayed: bool) -> None:
     # A step of such prompts, last chunks and tails behind a cached prefix looks like a decode.
     config = replace(CONFIG, graphs=GraphSizes(decodes=(4,) * is_replayed))
-    toy, seen = Toy(config, graph_maker=PlayedGraphMaker() if is_replayed else None), Seen()
-    toy.runner.trace = seen
+    seen = Seen()
+    toy = Toy(config, graph_maker=PlayedGraphMaker() if is_replayed else None, trace=seen)
     toy.host.add("donor", prompt(16))
     toy.run({"donor": 16})
     toy.host.add("chunk", prompt(9, 3))
@@ -364,8 +375,8 @@ def test_the_last_rows_of_a_table_of_more_than_32_bits(huge_table: Tensor) -> No
     rows, seq_lens = int32(2099, 2080), int32(4, 3)
     huge_table[2099, :4], huge_table[2080, :3] = int32(1, 2, 3, 4), int32(5, 6, 7)
     num_computed[rows.long()] = int32(3, 2)
-    drawn = torch.tensor([8, 9])
-    commit_step(rows, seq_lens, rows, seq_lens.long(), drawn, huge_table, num_computed)
+    drawn = torch.tensor([[8], [9]])
+    commit_step(rows, seq_lens, int32(1, 1), drawn, int32(1, 1), huge_table, num_computed)
     assert huge_table[2099, :6].tolist() == [1, 2, 3, 4, 8, 0]
     assert huge_table[2080, :5].tolist() == [5, 6, 7, 9, 0]
     assert int(huge_table[0, 0]) == int(huge_table[1, 0]) == 0

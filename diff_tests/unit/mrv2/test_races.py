@@ -20,7 +20,7 @@ from mrv2 import (
     RunnerConfig,
     ThinkingMarkers,
 )
-from mrv2.graphs.shape import GraphMode
+from mrv2.execute.shape import GraphMode
 from mrv2.memory.ring import NUM_SLOTS, ResultRing
 from mrv2.sampling.bitmask import num_words
 from mrv2_diff import race_lane
@@ -339,7 +339,7 @@ def masked_steps(stream: LateStream | None, mask: str) -> list[list[int]]:
             if mask == "grammar":
                 pending.append(toy.runner.sample(step, grammar=grammar))
             else:
-                pending.append(toy.runner.sample(step, [number + 1]))
+                pending.append(toy.runner.sample(step, [[number + 1]]))
             if len(pending) > 3:
                 outputs.append(pending.popleft().wait().token_ids[0])
         outputs += [left.wait().token_ids[0] for left in pending]

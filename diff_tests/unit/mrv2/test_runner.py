@@ -687,14 +687,16 @@ def test_a_step_is_sampled_before_the_next_is_executed(toy: Toy) -> None:
 @pytest.mark.parametrize(
     ("forced", "error", "message"),
     [
-        ([], ProtocolError, "0 tokens are forced on a step of 1 logits"),
-        ([1, 2], ProtocolError, "2 tokens are forced on a step of 1 logits"),
-        ([97], ConfigError, r"forced tokens \[97\] .* vocabulary of 97"),
-        ([-1], ConfigError, r"forced tokens \[-1\] .* vocabulary of 97"),
+        ([], ProtocolError, r"\[\] tokens are forced on .* have \[0, 1\] logits"),
+        ([[], []], ProtocolError, r"\[0, 0\] tokens are forced on .* have \[0, 1\] logits"),
+        ([[], [1, 2]], ProtocolError, r"\[0, 2\] tokens are forced on .* have \[0, 1\] logits"),
+        ([[1], [1]], ProtocolError, r"\[1, 1\] tokens are forced on .* have \[0, 1\] logits"),
+        ([[], [97]], ConfigError, r"forced tokens \[97\] .* vocabulary of 97"),
+        ([[], [-1]], ConfigError, r"forced tokens \[-1\] .* vocabulary of 97"),
     ],
 )
 def test_wrong_forced_tokens_leave_the_step_to_be_sampled(
-    toy: Toy, forced: list[int], error: type[Mrv2Error], message: str
+    toy: Toy, forced: list[list[int]], error: type[Mrv2Error], message: str
 ) -> None:
     toy.host.add("a", prompt(9))
     toy.host.add("b", prompt(9))
@@ -711,7 +713,7 @@ def test_forced_tokens_are_committed_and_the_drawn_ones_returned(toy: Toy) -> No
     toy.host.add("b", prompt(9, first=30))
     drawn = {name: hashlm_tokens(toy.host.requests[name].prompt, 1, 97, WINDOWS) for name in "ab"}
     step = toy.runner.execute(toy.host.plan({"b": 9, "a": 9}))
-    output = toy.runner.sample(step, [70, 80]).wait()
+    output = toy.runner.sample(step, [[70], [80]]).wait()
     assert output.req_ids == ["b", "a"]
     assert output.token_ids == [drawn["b"], drawn["a"]]
     toy.host.take(replace(output, token_ids=[[70], [80]]))
@@ -763,7 +765,7 @@ def decode_on(toy: Toy, *, listed: bool) -> list[object]:
             (
                 dict(runner.rows._row_of),
                 runner._room,
-                runner.requests._counted.tolist(),
+                runner.requests.progress.upper.tolist(),
                 runner.requests.num_computed_tokens.tensor.tolist(),
                 runner.requests.token_ids.tensor.tolist(),
                 runner.block_tables._num_blocks.tolist(),
@@ -794,4 +796,4 @@ def test_a_decode_that_follows_another_step_is_taken_by_its_lists(toy: Toy) -> N
     assert snapshot(toy.runner) == before
     toy.run({"b": 1})
     toy.runner.execute(StepPlan(scheduled=first.scheduled.next_decode()))
-    assert toy.runner.requests._counted[toy.runner.rows.row("b")] == 5 + 3
+    assert toy.runner.requests.progress.upper[toy.runner.rows.row("b")] == 5 + 3

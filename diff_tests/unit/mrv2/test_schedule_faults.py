@@ -2,7 +2,7 @@
 
 import pytest
 
-from mrv2.graphs.shape import GraphMode
+from mrv2.execute.shape import GraphMode
 from mrv2_diff.late_play import play_late
 from mrv2_diff.schedule_faults import SCHEDULE_FAULTS, ScheduleFault
 from mrv2_diff.schedules import fault_checks

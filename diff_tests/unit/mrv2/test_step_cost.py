@@ -24,7 +24,7 @@ from mrv2 import KVGroup, Runner, RunnerConfig, Sampling
 from mrv2.batch.inputs import InputBatch
 from mrv2.memory import arena
 from mrv2.memory.transfers import Transfers
-from mrv2.ports import ForwardInputs
+from mrv2.ports import AttentionPlanner, ForwardInputs, ForwardOutput
 from mrv2.trace import Probe
 from mrv2_diff.models.hashlm import HashLM
 from mrv2_diff.toy_host import ToyHost
@@ -84,7 +84,7 @@ class Part:
             self.own = probe == "sampled"
 
 
-class Apart:
+class Apart(AttentionPlanner):
     """The model and its attention, marked as another part."""
 
     def __init__(self, model: HashLM, part: Part) -> None:
@@ -94,7 +94,7 @@ class Apart:
         with self._part.another():
             return self._model.plan(batch)
 
-    def forward(self, inputs: ForwardInputs) -> Tensor:
+    def forward(self, inputs: ForwardInputs) -> ForwardOutput:
         with self._part.another():
             return self._model.forward(inputs)
 

@@ -60,6 +60,7 @@ def test_a_request_may_want_no_logits_one_or_three() -> None:
     # row 3 of which the last three do: a drawn token and two drafts to verify.
     logits_indices, logit_rows = sentinels(4), sentinels(4)
     positions = sentinels(4, torch.int64)
+    num_logits = ints(-1, -1, -1)
     locate_logits(
         rows=ints(6, 1, 3),
         query_start_loc=ints(0, 4, 6, 10),
@@ -69,7 +70,9 @@ def test_a_request_may_want_no_logits_one_or_three() -> None:
         logits_indices=logits_indices,
         logit_rows=logit_rows,
         positions=positions,
+        num_logits=num_logits,
     )
+    assert num_logits.tolist() == [0, 1, 3]
     assert logits_indices.tolist() == [5, 7, 8, 9]
     assert logit_rows.tolist() == [1, 3, 3, 3]
     # The last token of row 1 is at position 11, so its logit draws position 12.
@@ -79,6 +82,7 @@ def test_a_request_may_want_no_logits_one_or_three() -> None:
 def test_one_logit_for_every_request() -> None:
     logits_indices, logit_rows = sentinels(2), sentinels(2)
     positions = sentinels(2, torch.int64)
+    num_logits = ints(-1, -1)
     locate_logits(
         rows=ints(6, 1),
         query_start_loc=ints(0, 4, 5),
@@ -88,7 +92,9 @@ def test_one_logit_for_every_request() -> None:
         logits_indices=logits_indices,
         logit_rows=logit_rows,
         positions=positions,
+        num_logits=num_logits,
     )
+    assert num_logits.tolist() == [1, 1]
     assert logits_indices.tolist() == [3, 4]
     assert logit_rows.tolist() == [6, 1]
     assert positions.tolist() == [4, 12]

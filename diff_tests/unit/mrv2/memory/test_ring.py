@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from mrv2 import ProtocolError
-from mrv2.memory.ring import NUM_SLOTS, ResultRing, Slot, publish
+from mrv2.memory.ring import NUM_SLOTS, REJECTED, ResultRing, Slot, publish
 
 CPU = torch.device("cpu")
 
@@ -28,7 +28,8 @@ def run_step(ring: ResultRing, values: list[int], ready: Flag | None = None) -> 
     ring.make_room()
     slot = ring.begin(len(values))
     slot.ready = ready
-    publish(torch.tensor(values), ring.cursor, ring.values)
+    counts = torch.ones(len(values), dtype=torch.int32)
+    publish(torch.tensor(values).unsqueeze(1), counts, ring.cursor, ring.values)
     return slot
 
 
@@ -67,6 +68,15 @@ def test_a_slot_that_nobody_holds_is_free() -> None:
 def test_a_restart_brings_host_and_device_together() -> None:
     ring = ResultRing(2, CPU)
     for number in range(3):  # as the runs of a capture, which the host does not count
-        publish(torch.tensor([number]), ring.cursor, ring.values)
+        one = torch.ones(1, dtype=torch.int32)
+        publish(torch.tensor([[number]]), one, ring.cursor, ring.values)
     ring.restart()
     assert run_step(ring, [5]).take() == [5]
+
+
+def test_what_was_rejected_is_told_from_tokens() -> None:
+    ring = ResultRing(6, CPU)
+    slot = ring.begin(6, may_reject=True)
+    tokens = torch.tensor([[0, 7, 8], [5, 6, 0]])
+    publish(tokens, torch.tensor([1, 3], dtype=torch.int32), ring.cursor, ring.values)
+    assert slot.take() == [0, REJECTED, REJECTED, 5, 6, 0]

@@ -7,7 +7,8 @@ its launch, scratch included, and does not run it. So what is counted is what a 
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, get_args
+from types import SimpleNamespace
+from typing import Any, cast, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -18,6 +19,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from mrv2.config import LogprobsMode, RunnerConfig, ThinkingMarkers
+from mrv2.extension import ExtensionResources
+from mrv2.features.prompt_logprobs import CHUNK_BYTES, PromptLogprobs
 from mrv2.memory.arena import Arena
 from mrv2.memory.transfers import Transfers, queue_copy
 from mrv2.ops.twin import TwinOp
@@ -27,10 +30,10 @@ from mrv2.sampling.gumbel import draw
 from mrv2.sampling.likeliest import summarize_logits
 from mrv2.sampling.logprobs import gather_logprobs
 from mrv2.sampling.narrowing import Narrowing
-from mrv2.sampling.prompt_logprobs import CHUNK_BYTES, PromptLogprobs
 from mrv2.sampling.sampler import Sampler, draw_unattached
 from mrv2.sampling.stage import LogitsView, StageFactory, StageResources
 from mrv2.sampling.stages import STAGES
+from mrv2.state.block_tables import BlockTables
 from mrv2.state.requests import RequestColumns
 from mrv2.trace import NullTrace
 
@@ -317,7 +320,15 @@ def peak_of_prompt(
         kv_groups=(),
     )
     requests = RequestColumns(1, length, arena)
-    scorer = PromptLogprobs(config, requests, arena.transfers)
+    scorer = PromptLogprobs(
+        ExtensionResources(
+            config=config,
+            model=cast("Any", SimpleNamespace(compute_logits=None)),
+            requests=requests,
+            block_tables=BlockTables((), config.num_rows, arena),
+            arena=arena,
+        )
+    )
     arrived = arrival(0, Sampling(num_prompt_logprobs=count), length)
     requests.admit(0, arrived)
     requests.flush()

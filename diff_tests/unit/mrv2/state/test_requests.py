@@ -48,7 +48,7 @@ def test_a_step_that_the_device_counts_by_itself_stages_nothing(columns: Request
     columns.admit(3, arrival([7, 8, 9], 0))
     columns.admit(1, arrival([7, 8, 9], 0))
     flush(columns)
-    columns.advance(rows(3, 1), rows(2, 3))
+    columns.progress.advance(0, rows(3, 1), rows(2, 3))
     columns.agree(rows(1, 3), rows(3, 2))
     assert columns.num_computed_tokens.num_staged == 0
 
@@ -58,7 +58,7 @@ def test_progress_is_staged_only_for_the_row_that_differs(columns: RequestColumn
     columns.admit(3, arrival([7, 8, 9], 0))
     columns.admit(1, arrival([7, 8, 9], 0))
     flush(columns)
-    columns.advance(rows(3, 1), rows(2, 3))
+    columns.progress.advance(0, rows(3, 1), rows(2, 3))
     columns.agree(rows(1, 3), rows(3, 1))
     assert columns.num_computed_tokens.num_staged == 1
     flush(columns)
@@ -71,7 +71,7 @@ def test_the_next_owner_of_a_row_states_its_progress_anew(columns: RequestColumn
     columns.admit(2, arrival([7, 8, 9], 0))
     flush(columns)
     columns.num_computed_tokens.tensor[2] = 3  # as the end of a step does
-    columns.advance(rows(2), rows(3))
+    columns.progress.advance(0, rows(2), rows(3))
     columns.evict(2)
     columns.admit(2, arrival([5, 6], 0))
     flush(columns)
@@ -87,12 +87,12 @@ def test_the_same_advance_counts_each_time_and_before_anything_else(
     flush(columns)
     batch, one_each = rows(3, 1), rows(1, 1)
     for _ in range(5):
-        columns.advance(batch, one_each)
-    columns.advance(rows(1), rows(2))
+        columns.progress.advance(7, batch, one_each)
+    columns.progress.advance(8, rows(1), rows(2))
     columns.agree(rows(1, 3), rows(7, 5))
     assert columns.num_computed_tokens.num_staged == 0
-    columns.advance(batch, one_each)
+    columns.progress.advance(7, batch, one_each)
     columns.evict(3)
-    columns.advance(batch[1:], one_each[1:])
+    columns.progress.advance(9, batch[1:], one_each[1:])
     columns.agree(rows(1, 3), rows(9, 0))
     assert columns.num_computed_tokens.num_staged == 0

@@ -12,20 +12,24 @@ Sampling parameters do not act on a prompt, so raw and processed values are the 
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from mrv2.config import RunnerConfig
 from mrv2.errors import ProtocolError
-from mrv2.memory.transfers import Transfers
+from mrv2.extension import ExtensionResources, StepExtension
+from mrv2.output import Logprobs, Reader, host_logprobs
 from mrv2.plan import ALL_LOGPROBS, Arrival, StepPlan
 from mrv2.sampling.logprobs import gather_logprobs
-from mrv2.state.requests import RequestColumns
+from mrv2.step import Step
 
 Int32 = npt.NDArray[np.int32]
+
+PROMPT_LOGPROBS = "prompt_logprobs"
+"""The extension's name."""
 
 CHUNK_BYTES = 1 << 28
 """Bound on a chunk's logits and results, in the dtype of the hidden states. With half of it the
@@ -62,23 +66,26 @@ class _Prompt:
     scores: PromptScores | None = None
 
 
-class PromptLogprobs:
-    """Which rows want logprobs of their prompts, and how far they are; a `RowState`.
+class PromptLogprobs(StepExtension):
+    """Which rows want logprobs of their prompts, and how far they are.
 
     A request that arrives with outputs had its prompt completed before, and gets nothing again. One
     that was preempted in the middle of its prompt starts over.
 
+    Its output is a `Logprobs` for each request that asked and whose prompt the step completed, by
+    id: a row for each token of the prompt but the first. They are given once.
+
     Args:
-        config: Sizes and mode.
-        requests: The rows' tokens.
-        transfers: Carries scores to the host.
+        resources: What it is built from.
     """
 
-    def __init__(
-        self, config: RunnerConfig, requests: RequestColumns, transfers: Transfers
-    ) -> None:
-        self._requests = requests
-        self._transfers = transfers
+    name = PROMPT_LOGPROBS
+
+    def __init__(self, resources: ExtensionResources) -> None:
+        config = resources.config
+        self._requests = resources.requests
+        self._transfers = resources.transfers
+        self._compute_logits = resources.model.compute_logits
         self._vocab_size = config.vocab_size
         self._normalises = config.logprobs_mode in ("raw_logprobs", "processed_logprobs")
         self._prompts: dict[int, _Prompt] = {}
@@ -98,14 +105,6 @@ class PromptLogprobs:
         """Forget a row."""
         self._prompts.pop(row, None)
 
-    def flush(self) -> None:
-        """Nothing: all of it is the host's."""
-
-    @property
-    def are_wanted(self) -> bool:
-        """Whether a request still waits for any."""
-        return bool(self._prompts)
-
     def check(self, plan: StepPlan) -> None:
         """Refuse a step that leaves positions of a prompt out, and change nothing.
 
@@ -122,6 +121,20 @@ class PromptLogprobs:
                     f"request {prompt.req_id!r} wants logprobs of its prompt and goes on from "
                     f"position {start}; {prompt.num_scored} were run: leave none out"
                 )
+
+    def outputs(self, step: Step) -> Reader | None:
+        """Score the step's prompt tokens; see `score`."""
+        if not self._prompts:
+            return None
+        layout = step.layout
+        completed = self.score(
+            layout.rows,
+            layout.num_computed_tokens,
+            layout.query_start_loc,
+            step.output.hidden,
+            self._compute_logits,
+        )
+        return partial(_on_the_host, completed) if completed else None
 
     def score(
         self,
@@ -191,6 +204,13 @@ class PromptLogprobs:
             values=host((num_rows, num_columns), torch.float32),
             ranks=host((num_rows,), torch.int32),
         )
+
+
+def _on_the_host(completed: Mapping[str, PromptScores]) -> dict[str, Logprobs]:
+    return {
+        req_id: host_logprobs(scores.token_ids, scores.values, scores.ranks)
+        for req_id, scores in completed.items()
+    }
 
 
 def rows_per_chunk(hidden: Tensor, vocab_size: int, num_columns: int) -> int:

@@ -11,6 +11,7 @@ from torch import Tensor
 from mrv2 import (
     CapacityError,
     CaptureError,
+    Captures,
     ConfigError,
     GraphSizes,
     KVGroup,
@@ -19,8 +20,8 @@ from mrv2 import (
     RunnerConfig,
     Sampling,
 )
-from mrv2.batch.layout import BatchLayout, idle_decode, layout_batch, pack_decode, pack_mixed
-from mrv2.graphs.shape import GraphKey, GraphMode, GraphShapes
+from mrv2.batch.layout import BatchLayout, idle_decode, layout_batch, pack_mixed, pack_uniform
+from mrv2.execute.shape import GraphKey, GraphMode, GraphShapes
 from mrv2.memory.ring import NUM_SLOTS
 from mrv2.memory.transfers import Transfers
 from mrv2.plan import Scheduled
@@ -69,14 +70,14 @@ def layout(query_lens: list[int], draws: bool = True) -> BatchLayout:
 def test_a_step_gets_the_least_size_that_holds_it(
     query_lens: list[int], draws: bool, key: tuple[GraphMode, int, int]
 ) -> None:
-    shapes = GraphShapes(CONFIG.graphs, CONFIG.max_num_reqs)
-    assert shapes.choose(layout(query_lens, draws), is_captured=True) == GraphKey(*key)
+    shapes = GraphShapes(CONFIG.graphs, CONFIG.max_num_reqs, CONFIG.max_num_tokens)
+    assert shapes.choose(layout(query_lens, draws), Captures.WHOLE) == GraphKey(*key)
     eager = GraphKey(GraphMode.EAGER, sum(query_lens), len(query_lens))
-    assert shapes.choose(layout(query_lens, draws), is_captured=False) == eager
+    assert shapes.choose(layout(query_lens, draws), Captures.NONE) == eager
 
 
 def test_padding_puts_the_idle_row_behind_a_step() -> None:
-    packed = pack_decode(layout([1, 1]), 4, 6).reshape(3, 8).tolist()
+    packed = pack_uniform(layout([1, 1]), 4, 6).reshape(3, 8).tolist()
     assert packed == [[9, 9, 6, 6, 0, 0, 0, 0], *[[0, 1, 2, 3, 4, 0, 0, 0]] * 2]
 
 
@@ -98,8 +99,8 @@ MIXED = replace(CONFIG, graphs=GraphSizes(decodes=(1, 2, 4), mixed=(4, 16), forw
 def test_a_step_with_prompts_is_captured_whole_where_it_fits(
     query_lens: list[int], draws: bool, key: tuple[GraphMode, int, int]
 ) -> None:
-    shapes = GraphShapes(MIXED.graphs, MIXED.max_num_reqs)
-    assert shapes.choose(layout(query_lens, draws), is_captured=True) == GraphKey(*key)
+    shapes = GraphShapes(MIXED.graphs, MIXED.max_num_reqs, MIXED.max_num_tokens)
+    assert shapes.choose(layout(query_lens, draws), Captures.WHOLE) == GraphKey(*key)
 
 
 def test_padding_a_step_with_prompts_names_who_draws() -> None:
@@ -126,9 +127,8 @@ class Seen:
 
 def play(config: RunnerConfig, seed: int, lag: int, *, mixed: bool) -> tuple[Toy, Seen]:
     maker = PlayedGraphMaker() if config.graphs.decodes else None
-    toy = Toy(config, windows=WINDOWS, graph_maker=maker)
     seen = Seen()
-    toy.runner.trace = seen
+    toy = Toy(config, windows=WINDOWS, graph_maker=maker, trace=seen)
     story = RandomStory(seed, config, sampling=mixed_sampling if mixed else None)
     toy.play(story, 150, lag=lag)
     return toy, seen
@@ -212,7 +212,7 @@ def test_forced_tokens_win_over_those_that_a_graph_committed() -> None:
     toy.host.add("a", [5, 6, 7])
     toy.run({"a": 3})
     step = toy.runner.execute(toy.host.plan({"a": 1}))
-    drawn = toy.runner.sample(step, forced=[11]).wait().token_ids
+    drawn = toy.runner.sample(step, forced=[[11]]).wait().token_ids
     row = toy.runner.rows.row("a")
     assert drawn != [[11]]
     assert toy.runner.requests.token_ids.tensor[row, 4].item() == 11
@@ -295,9 +295,10 @@ class CountingTransfers(Transfers):
 
 def test_a_replayed_step_costs_one_upload_where_something_changed_and_none_elsewhere() -> None:
     transfers = CountingTransfers(CONFIG.device)
-    toy = Toy(CONFIG, windows=WINDOWS, transfers=transfers, graph_maker=PlayedGraphMaker())
     seen = Seen()
-    toy.runner.trace = seen
+    toy = Toy(
+        CONFIG, windows=WINDOWS, transfers=transfers, graph_maker=PlayedGraphMaker(), trace=seen
+    )
     for name in "abc":
         toy.host.add(name, [5, 6, 7, 8])
     toy.run(dict.fromkeys("abc", 4))

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import cache
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,13 +14,24 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from mrv2 import ConfigError, KVGroup, Logprobs, ProtocolError, RunnerConfig, Sampling
+from mrv2 import (
+    PROMPT_LOGPROBS,
+    ConfigError,
+    ExtensionResources,
+    KVGroup,
+    Logprobs,
+    ProtocolError,
+    RunnerConfig,
+    RunnerOutput,
+    Sampling,
+)
 from mrv2.config import LogprobsMode
+from mrv2.features import prompt_logprobs
+from mrv2.features.prompt_logprobs import PromptLogprobs, rows_per_chunk, score_unattached
 from mrv2.memory.arena import Arena
 from mrv2.memory.transfers import Transfers
 from mrv2.plan import Arrival
-from mrv2.sampling import prompt_logprobs
-from mrv2.sampling.prompt_logprobs import PromptLogprobs, rows_per_chunk, score_unattached
+from mrv2.state.block_tables import BlockTables
 from mrv2.state.requests import RequestColumns
 from mrv2_diff.toy_host import Toy
 
@@ -64,12 +76,27 @@ def assert_right(
         assert scores.ranks[position] == int((values >= values[token]).sum())
 
 
+def of_prompts(output: RunnerOutput) -> dict[str, Logprobs]:
+    given: Any = output.extras.get(PROMPT_LOGPROBS, {})
+    return dict(given)
+
+
+def scorer_of(config: RunnerConfig, requests: RequestColumns, arena: Arena) -> PromptLogprobs:
+    model: Any = SimpleNamespace(compute_logits=None)  # each test gives its own
+    tables = BlockTables((), config.num_rows, arena)
+    return PromptLogprobs(
+        ExtensionResources(
+            config=config, model=model, requests=requests, block_tables=tables, arena=arena
+        )
+    )
+
+
 def run(toy: Toy, work: dict[str, int]) -> dict[str, Logprobs]:
     pending = toy.step(work)
     assert pending is not None
     output = pending.wait()
     toy.host.take(output)
-    return dict(output.prompt_logprobs)
+    return of_prompts(output)
 
 
 def add(toy: Toy, count: int | None, prompt: Iterable[int] = PROMPT, req_id: str = "a") -> None:
@@ -170,8 +197,8 @@ def test_a_prompt_whose_first_output_was_dropped_is_given_again() -> None:
     toy.host.preempt("a")
     pending = toy.step({"a": 13})
     assert pending is not None
-    assert_right(dropped.wait().prompt_logprobs["a"], 2)
-    assert_right(pending.wait().prompt_logprobs["a"], 2)
+    assert_right(of_prompts(dropped.wait())["a"], 2)
+    assert_right(of_prompts(pending.wait())["a"], 2)
 
 
 def test_positions_that_run_again_change_nothing() -> None:
@@ -204,9 +231,9 @@ def test_steps_in_flight_keep_their_own_scores() -> None:
     assert first is not None
     assert second is not None
     assert third is not None
-    assert first.wait().prompt_logprobs == {}
-    assert_right(second.wait().prompt_logprobs["a"], 2)
-    assert_right(third.wait().prompt_logprobs["b"], 2, PROMPT[::-1])
+    assert of_prompts(first.wait()) == {}
+    assert_right(of_prompts(second.wait())["a"], 2)
+    assert_right(of_prompts(third.wait())["b"], 2, PROMPT[::-1])
 
 
 def test_a_cached_prefix_is_refused() -> None:
@@ -232,7 +259,7 @@ def test_rows_of_hand_made_logits() -> None:
     """Two requests in one step: each position's logits go to the row of the token behind it."""
     arena = Arena(Transfers(torch.device("cpu")))
     requests = RequestColumns(CONFIG.max_num_reqs, CONFIG.max_model_len, arena)
-    scorer = PromptLogprobs(replace(CONFIG, logprobs_mode="raw_logits"), requests, arena.transfers)
+    scorer = scorer_of(replace(CONFIG, logprobs_mode="raw_logits"), requests, arena)
     prompts = {"a": [3, 1, 2], "b": [9, 8, 7, 6]}
     for row, (req_id, prompt) in enumerate(prompts.items()):
         arrived = arrival(req_id, prompt)
@@ -300,7 +327,7 @@ def largest_temporary(prompt_len: int, vocab_size: int) -> int:
         kv_groups=(),
     )
     requests = RequestColumns(1, prompt_len, arena)
-    scorer = PromptLogprobs(config, requests, arena.transfers)
+    scorer = scorer_of(config, requests, arena)
     arrived = arrival("a", [index % vocab_size for index in range(prompt_len)])
     requests.admit(0, arrived)
     scorer.admit(0, arrived)

@@ -1,0 +1,60 @@
+"""The rows of a runner, and all that has an entry a row: who comes, goes on, and leaves."""
+
+from collections.abc import Sequence
+
+from mrv2.plan import StepPlan
+from mrv2.state.block_tables import BlockTables
+from mrv2.state.protocol import RowState
+from mrv2.state.rows import RowTable
+
+
+class Lifecycle:
+    """Applies a plan's events to every row state. The only place where rows change on the host.
+
+    Args:
+        max_num_reqs: Rows that requests can have.
+        block_tables: Takes the blocks of requests that go on.
+        states: All row states in the order in which they are told, `block_tables` among them.
+    """
+
+    def __init__(
+        self, max_num_reqs: int, block_tables: BlockTables, states: Sequence[RowState]
+    ) -> None:
+        self.rows = RowTable(max_num_reqs)
+        self.states = tuple(states)
+        self._block_tables = block_tables
+
+    def apply(self, plan: StepPlan) -> None:
+        """Apply a plan's events, which were checked."""
+        for req_id in plan.departed:
+            self._leave(req_id)
+        for arrival in plan.arrivals:
+            row = self.rows.claim(arrival.req_id)
+            for state in self.states:
+                state.admit(row, arrival)
+        for continuation in plan.continuations:
+            row = self.rows.row(continuation.req_id)
+            self._block_tables.append(row, continuation.new_block_ids)
+
+    def take_back(self, plan: StepPlan) -> None:
+        """Undo what can be undone of a plan that was applied, at once and last.
+
+        Requests that arrived have no row again, and blocks are as before. Who departed stays gone:
+        a host that sends the plan once more names them again, and that is skipped.
+        """
+        for arrival in plan.arrivals:
+            self._leave(arrival.req_id)
+        for continuation in plan.continuations:
+            row = self.rows.row(continuation.req_id)
+            self._block_tables.take_back(row, continuation.new_block_ids)
+
+    def flush(self) -> None:
+        """Let every state stage what changed since the last step."""
+        for state in self.states:
+            state.flush()
+
+    def _leave(self, req_id: str) -> None:
+        row = self.rows.release(req_id)
+        if row is not None:
+            for state in self.states:
+                state.evict(row)
