@@ -149,7 +149,7 @@ def _keys_written_one_slot_behind() -> Context:
 def _rotary_positions_from_the_chunk() -> Context:
     def faulty(forward: Callable[..., ForwardOutput]) -> Callable[..., ForwardOutput]:
         def from_the_chunk(self: VllmModel, given: ForwardInputs) -> ForwardOutput:
-            first = given.positions[:1] if len(given.positions) else 0
+            first = given.positions[..., :1] if given.positions.shape[-1] else 0
             return forward(self, replace(given, positions=given.positions - first))
 
         return from_the_chunk

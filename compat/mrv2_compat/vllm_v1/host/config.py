@@ -19,8 +19,17 @@ def runner_config(
     kv_cache_config: KVCacheConfig,
     device: torch.device,
     graphs: GraphSizes | None = None,
+    max_drafts: int = 0,
 ) -> RunnerConfig:
-    """Return the sizes of everything that the runner allocates, and captures."""
+    """Return the sizes of everything that the runner allocates, and captures.
+
+    Args:
+        vllm_config: The engine's.
+        kv_cache_config: The KV cache that there is.
+        device: Where the model runs.
+        graphs: What is captured; nothing by default.
+        max_drafts: Tokens that a request may run in one step behind its known ones.
+    """
     scheduler = vllm_config.scheduler_config
     return RunnerConfig(
         device=device,
@@ -32,6 +41,7 @@ def runner_config(
         logprobs_mode=vllm_config.model_config.logprobs_mode,
         thinking=thinking_markers(vllm_config),
         graphs=graphs or GraphSizes(),
+        max_drafts=max_drafts,
         maps_tokens=_maps_tokens(vllm_config, device),
     )
 

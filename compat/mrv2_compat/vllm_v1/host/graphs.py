@@ -31,6 +31,7 @@ def graph_sizes(
     kv_cache_config: KVCacheConfig,
     *,
     is_profiling: bool,
+    max_drafts: int = 0,
 ) -> GraphSizes:
     """Resolve vLLM's CUDA graph mode for the attention backends, and return what it captures.
 
@@ -41,6 +42,7 @@ def graph_sizes(
         groups: Attention groups of each KV group.
         kv_cache_config: The KV cache that there is now.
         is_profiling: Whether this is the small cache that memory is profiled with.
+        max_drafts: Tokens that a request may run in one step behind its known ones.
 
     Raises:
         ConfigError: The backends cannot do what was asked for.
@@ -58,6 +60,7 @@ def graph_sizes(
         mode = compilation.resolve_cudagraph_mode_and_sizes(
             least,
             support[least],
+            uniform_decode_query_len=1 + max_drafts,
             use_v2_model_runner=False,
             kv_cache_config=kv_cache_config,
             max_num_reqs=scheduler.max_num_seqs,
