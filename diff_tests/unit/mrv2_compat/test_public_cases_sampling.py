@@ -44,9 +44,7 @@ class Worker:
     def announce(self, req_id: str, params: Any) -> int:
         """Take a request; return the seed of its noise."""
         sampling = sampling_of(params, self.ledger.num_announced)
-        self.ledger.announce(
-            req_id, KnownRequest(prompt_len=1, sampling=sampling, sampling_params=params)
-        )
+        self.ledger.announce(req_id, KnownRequest(prompt_len=1, sampling=sampling))
         return sampling.seed
 
 

@@ -298,7 +298,7 @@ def test_after_a_thousand_steps_nothing_is_left_of_any_request(drive: Any) -> No
     assert [tensor.num_staged for tensor in tensors] == [0] * len(tensors)
     assert sorted(core.rows._free) == list(range(6))
     assert not core.block_tables._num_blocks.any()
-    assert not core.requests._counted.any()
+    assert not core.requests.progress.upper.any()
     assert len(driver.engine.runner.ledger) == 0
 
 
