@@ -11,7 +11,7 @@ from unittest.mock import patch
 
 import pytest
 
-from mrv2 import Runner, StepInFlight, StepPlan
+from mrv2 import Runner, Step, StepPlan
 from mrv2_diff import cli, process
 from mrv2_diff.catalog import CASES
 from mrv2_diff.catalog.prompts import CHUNKED, ROOMY
@@ -124,7 +124,7 @@ def test_a_fault_fails_the_command(tmp_path: Path) -> None:
 def test_a_crash_is_contained_in_its_case(tmp_path: Path) -> None:
     execute, calls = Runner.execute, iter(range(1_000_000))
 
-    def fails_once(self: Runner, plan: StepPlan) -> StepInFlight:
+    def fails_once(self: Runner, plan: StepPlan) -> Step:
         if next(calls) == 5:
             raise RuntimeError("a fault of the candidate")
         return execute(self, plan)

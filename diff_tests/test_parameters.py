@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from mrv2_compat.vllm_v1 import refusals
+from mrv2_compat.vllm_v1.requests import refusals
 from mrv2_diff.drivers.asks import Ask, Replies, Reply, ask_engine
 from mrv2_diff.drivers.one_engine import OURS
 from mrv2_diff.models import ModelSpec, cached_model

@@ -73,7 +73,7 @@ need(
 plugins = {
     "vllm.general_plugins": "mrv2_compat.plugin:register",
     "vllm.platform_plugins": "mrv2_compat.plugin:platform",
-    "torch.backends": "mrv2_compat.doors:on_torch_import",
+    "torch.backends": "mrv2_compat.entry_points:on_torch_import",
 }
 for group, value in plugins.items():
     points = metadata.entry_points(group=group)

@@ -19,9 +19,10 @@ from typing import Any, NoReturn
 
 from mrv2.errors import ConfigError, UnsupportedByRunner
 from mrv2_compat import selection as sel
-from mrv2_compat.doors import RUNNER_VAR
-from mrv2_compat.vllm_v1 import refusals, versions
-from mrv2_compat.vllm_v1.refusals import Refusal
+from mrv2_compat.entry_points import RUNNER_VAR
+from mrv2_compat.vllm_v1 import versions
+from mrv2_compat.vllm_v1.requests import refusals
+from mrv2_compat.vllm_v1.requests.refusals import Refusal
 from mrv2_compat.vllm_v1.schedulers import choose_scheduler
 
 AUTO_WORKER = "auto"
@@ -301,15 +302,16 @@ def refuse_request(engine_input: Any, params: Any) -> None:
     """
     if os.environ.get(sel.DECISION_VAR) != sel.MRV2:
         return
-    reasons = refusals.request_refusals(params, engine_input)
+    found = ((settled(), runner) for settled, runner in _settled)
+    configs = [config for config, runner in found if config is not None and runner == sel.MRV2]
+    lifted = frozenset[str]().union(*map(refusals.lifted_rules, configs))
+    reasons = refusals.request_refusals(params, engine_input, lifted)
     if reasons:
         _refuse(UnsupportedByRunner([str(reason) for reason in reasons]))
-    from mrv2_compat.vllm_v1.entrance import request_faults  # vLLM is being imported until now
+    # vLLM is being imported until now.
+    from mrv2_compat.vllm_v1.requests.validation import request_faults
 
-    found = ((settled(), runner) for settled, runner in _settled)
-    faults = request_faults(
-        params, [config for config, runner in found if config is not None and runner == sel.MRV2]
-    )
+    faults = request_faults(params, configs)
     if faults:
         _refuse(ConfigError(f"the request cannot be served: {'; '.join(faults)}"))
 

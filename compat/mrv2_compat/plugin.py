@@ -1,16 +1,16 @@
-"""vLLM's two doors: the functions behind our entry points.
+"""The functions behind the two entry points that vLLM loads.
 
 vLLM calls `platform` when it first needs to know its platform, in every process, and swallows
 whatever it raises. It calls `register` in every process before that process builds a configuration
 or a worker, and lets its exceptions through. So `platform` gives way where something is wrong, and
-`register` finds the same thing again and says it. `doors` speaks where vLLM calls neither.
+`register` finds the same thing again and says it. `entry_points` speaks where vLLM calls neither.
 """
 
 import os
 
 from mrv2.errors import ConfigError, Mrv2Error
 from mrv2_compat import platforms, selection
-from mrv2_compat.doors import RUNNER_VAR
+from mrv2_compat.entry_points import RUNNER_VAR
 
 
 def platform() -> str | None:

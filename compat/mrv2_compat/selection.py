@@ -15,7 +15,7 @@ from importlib.metadata import EntryPoint, entry_points
 from typing import Protocol
 
 from mrv2.errors import ConfigError
-from mrv2_compat.doors import RUNNER_VAR, hidden_entry_points
+from mrv2_compat.entry_points import RUNNER_VAR, hidden_entry_points
 
 FLAG_VAR = "VLLM_USE_V2_MODEL_RUNNER"
 FLAG_OWNER_VAR = "MRV2_RUNNER_SET_FLAG"

@@ -9,7 +9,7 @@ from typing import cast
 import pytest
 
 from mrv2.sampling.stages import STAGES
-from mrv2_compat.vllm_v1 import refusals
+from mrv2_compat.vllm_v1.requests import refusals
 from mrv2_diff.catalog import CASES
 from mrv2_diff.record import read
 from mrv2_diff.report.summary import verdict_text

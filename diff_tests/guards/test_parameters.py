@@ -7,7 +7,7 @@ import pytest
 
 from mrv2 import Sampling
 from mrv2_compat.vllm_v1 import parameters as adapter
-from mrv2_compat.vllm_v1 import refusals
+from mrv2_compat.vllm_v1.requests import refusals
 from mrv2_diff import right_values
 from mrv2_diff.catalog.sampling_pairs import FACTORS
 from mrv2_diff.parameters import PARAMETERS, row_name

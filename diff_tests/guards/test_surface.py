@@ -15,7 +15,8 @@ from unittest.mock import MagicMock
 import pytest
 
 from mrv2.errors import UnsupportedByRunner
-from mrv2_compat.vllm_v1 import refusals, surface, versions
+from mrv2_compat.vllm_v1 import surface, versions
+from mrv2_compat.vllm_v1.requests import refusals
 from mrv2_compat.vllm_v1.surface import SURFACE, Status
 from mrv2_compat.vllm_v1.surface_scan import EXCLUDED, Access, scan_vllm
 
@@ -78,6 +79,13 @@ def test_excluded_files_are_there(vllm_root: Path) -> None:
 
 def test_the_facade_has_what_is_served_and_lacks_what_is_refused(facade: Any) -> None:
     assert surface.faults_of(facade) == []
+
+
+@pytest.mark.parametrize("name", surface.names(Status.NO_OP))
+def test_the_table_alone_answers_for_what_has_nothing_to_do(facade: Any, name: str) -> None:
+    assert name not in vars(facade)
+    assert not hasattr(type(facade), name)
+    assert getattr(facade, name) is SURFACE[name].returns
 
 
 @pytest.mark.parametrize("name", surface.names(Status.REFUSED))

@@ -1,14 +1,14 @@
 """The face that vLLM's worker sees: the names of V1's runner, over the core runner.
 
 No logic of a step lives here. The scheduler's output is translated, handed to the core, and the
-core's output translated back. What vLLM may touch and what became of each name is in `surface.py`;
-names that belong to refused features raise there.
+core's output translated back. What vLLM may touch and what became of each name is in `surface.py`,
+which also answers for the names that have nothing to do and for those of refused features.
 """
 
 import gc
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +17,6 @@ from vllm.model_executor.layers.rotary_embedding import _ROPE_DICT
 from vllm.model_executor.model_loader import get_model
 from vllm.model_executor.model_loader.reload.inplace import reload_weights
 from vllm.model_executor.warmup.jit_warmup import JitWarmupRegistry
-from vllm.sampling_params import SamplingParams
 from vllm.tasks import SupportedTask
 from vllm.utils.mem_utils import DeviceMemoryProfiler
 from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
@@ -25,47 +24,47 @@ from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
 from vllm.v1.outputs import (
     EMPTY_MODEL_RUNNER_OUTPUT,
     AsyncModelRunnerOutput,
-    DraftTokenIds,
     ModelRunnerOutput,
 )
 from vllm.v1.worker.utils import AttentionGroup, clear_layer_kv_caches
 from vllm.v1.worker.workspace import reset_workspace_manager
 
 from mrv2 import (
+    EXTENSIONS,
+    ConfigError,
     GraphSizes,
-    Mrv2Error,
     NullTrace,
     ProtocolError,
     Runner,
-    StepInFlight,
     StepTrace,
     UnsupportedByRunner,
     draw_unattached,
-    score_unattached,
+    generate_head,
     stages_with,
 )
-from mrv2_compat.vllm_v1 import graphs
-from mrv2_compat.vllm_v1.attention import (
+from mrv2.ports import AttentionPlanner, Model
+from mrv2_compat.vllm_v1 import surface
+from mrv2_compat.vllm_v1.features.active import NO_FEATURES, ActiveFeatures
+from mrv2_compat.vllm_v1.features.feature import Feature, FeatureContext
+from mrv2_compat.vllm_v1.features.registry import FEATURES
+from mrv2_compat.vllm_v1.host import graphs
+from mrv2_compat.vllm_v1.host.attention import (
     VllmAttentionPlanner,
     attention_groups,
     backend_names,
     create_builders,
 )
-from mrv2_compat.vllm_v1.config import runner_config
-from mrv2_compat.vllm_v1.custom_processors import CustomProcessors, load_custom_processors
-from mrv2_compat.vllm_v1.grammar_in import grammar_mask
-from mrv2_compat.vllm_v1.kv_cache import KVCaches, kv_cache_spec
-from mrv2_compat.vllm_v1.ledger import RequestLedger
-from mrv2_compat.vllm_v1.model import VllmModel
-from mrv2_compat.vllm_v1.refusals import backend_refusals, kv_cache_refusals
-from mrv2_compat.vllm_v1.schedulers import require_scheduler
-from mrv2_compat.vllm_v1.surface import raise_missing
-from mrv2_compat.vllm_v1.translate_in import plan_step
-from mrv2_compat.vllm_v1.translate_out import (
+from mrv2_compat.vllm_v1.host.config import runner_config
+from mrv2_compat.vllm_v1.host.kv_cache import KVCaches, kv_cache_spec
+from mrv2_compat.vllm_v1.host.model import VllmModel
+from mrv2_compat.vllm_v1.requests.refusals import backend_refusals, kv_cache_refusals
+from mrv2_compat.vllm_v1.step.grammar_in import grammar_mask
+from mrv2_compat.vllm_v1.step.ledger import RequestLedger
+from mrv2_compat.vllm_v1.step.translate_in import plan_step
+from mrv2_compat.vllm_v1.step.translate_out import (
     AsyncOutput,
     BatchIndices,
     model_runner_output,
-    with_failures,
 )
 
 
@@ -80,10 +79,17 @@ class VllmRunner:
             started.
         device: Where the model runs.
         trace: Observes the values of each step; nobody by default.
+        features: Those that the engine may use.
     """
 
+    _features = NO_FEATURES
+
     def __init__(
-        self, vllm_config: VllmConfig, device: torch.device, trace: StepTrace | None = None
+        self,
+        vllm_config: VllmConfig,
+        device: torch.device,
+        trace: StepTrace | None = None,
+        features: Sequence[Feature] = FEATURES,
     ) -> None:
         self.vllm_config = vllm_config
         self.model_config = vllm_config.model_config
@@ -98,11 +104,6 @@ class VllmRunner:
         self.max_model_len = self.model_config.max_model_len
         self.max_num_reqs = self.scheduler_config.max_num_seqs
         self.max_num_tokens = self.scheduler_config.max_num_batched_tokens
-        self.uniform_decode_query_len = 1
-        self.is_pooling_model = False
-        self.supports_mm_inputs = False
-        self.eep_eplb_suppressed = False
-        self.eplb_state = None
         self.model_memory_usage = 0
         self.steps_executed = 0
         self.jit_warmup_registry = JitWarmupRegistry(vllm_config)
@@ -113,11 +114,15 @@ class VllmRunner:
         self._model: VllmModel | None = None
         self._kv: KVCaches | None = None
         self._core: Runner | None = None
-        self._step: StepInFlight | None = None
-        self._processors: CustomProcessors | None = None
+        self._step: Any = None
+        """The core's `Step` between vLLM's two calls."""
+        self._num_drafts: dict[str, int] = {}
         self._indices = BatchIndices()
         self._graph_sizes = GraphSizes()
         self._is_captured = False
+        self._available = features
+        self._features = self._load_features()
+        self.uniform_decode_query_len = 1 + self._features.max_drafts
 
     # Start: load, profile, allocate.
 
@@ -144,7 +149,7 @@ class VllmRunner:
         return specs
 
     def profile_run(self, randomize_inputs: bool = False) -> None:
-        """Run the largest forward, draw and chunk of prompt logprobs, for vLLM to measure.
+        """Run the largest forward and draw, and what features add, for vLLM to measure.
 
         On a GPU this is beside the core's own state, and behind its kernels, which stay on the
         device once they are loaded.
@@ -152,7 +157,8 @@ class VllmRunner:
         core = self._core_without_cache() if self.device.type == "cuda" else None
         hidden, last = self._dummy_run(self.max_num_tokens, randomize_inputs=randomize_inputs)
         self._dummy_sampler_run(last)
-        self._dummy_scoring_run(hidden)
+        with torch.inference_mode():
+            self._features.profile(hidden, self._require_model())
         if core is not None:
             torch.cuda.synchronize(self.device)  # its pinned memory must not be given out again yet
         del hidden, last, core
@@ -189,11 +195,15 @@ class VllmRunner:
                 kv_cache_allocation_context,
             )
         self._graph_sizes = graphs.graph_sizes(
-            self.vllm_config, self.attn_groups, kv_cache_config, is_profiling=is_profiling
+            self.vllm_config,
+            self.attn_groups,
+            kv_cache_config,
+            is_profiling=is_profiling,
+            max_drafts=self._features.max_drafts,
         )
-        self._core = self._build_core(kv_cache_config)
+        self._start_core(kv_cache_config)
         if self.device.type == "cuda":
-            self._core.warm_up()
+            self._require_core().warm_up()
 
     def _init_kv_zero_meta(self) -> None:
         self._require_kv().prepare_zeroing()
@@ -236,7 +246,7 @@ class VllmRunner:
             self._core.release_graphs()
         graphs.release_pieces()
         clear_layer_kv_caches(self.compilation_config.static_forward_context.values())
-        self._kv = self._core = self._processors = self.kv_cache_config = None
+        self._kv = self._core = self.kv_cache_config = None
         self._is_captured = False
         self.attn_groups = []
         gc.collect()
@@ -283,12 +293,6 @@ class VllmRunner:
         """
         return draw_unattached(self._require_model().compute_logits(hidden_states))
 
-    @torch.inference_mode()
-    def _dummy_scoring_run(self, hidden_states: Tensor) -> None:
-        """Score a chunk of a prompt from these hidden states. No row is touched."""
-        vocab_size, model = self.model_config.get_vocab_size(), self._require_model()
-        score_unattached(hidden_states, vocab_size, model.compute_logits)
-
     # Steps. The worker calls them in torch's inference mode.
 
     def execute_model(
@@ -299,14 +303,16 @@ class VllmRunner:
         Raises:
             ProtocolError, CapacityError, ConfigError: The step contradicts itself, the ledger or
                 the rows, or does not fit. Ledger and rows are as they were, so that another step
-                can be sent.
+                can be sent. So they are where the model or a feature raises.
         """
         if self._step is not None:
             raise ProtocolError(
                 "execute_model was called twice; call sample_tokens for the step in flight first"
             )
         core, kv, config = self._require_core(), self._require_kv(), self.model_config
-        plan = plan_step(scheduler_output, self.ledger, config.seed, config.get_vocab_size())
+        plan = plan_step(
+            scheduler_output, self.ledger, config.seed, config.get_vocab_size(), self._features
+        )
         try:
             if scheduler_output.new_block_ids_to_zero or scheduler_output.kv_cache_block_copies:
                 core.check(plan)  # before blocks are overwritten
@@ -315,25 +321,31 @@ class VllmRunner:
                 core.update_rows(plan)
                 return EMPTY_MODEL_RUNNER_OUTPUT
             self._step = core.execute(plan)
-        except Mrv2Error:
+        except Exception:
             self.ledger.take_back_step()
             raise
+        drafts = scheduler_output.scheduled_spec_decode_tokens
+        self._num_drafts = {req_id: len(token_ids) for req_id, token_ids in drafts.items()}
         self.steps_executed += 1
         return None
 
     def sample_tokens(
-        self, grammar_output: GrammarOutput | None, forced: Sequence[int] | None = None
+        self,
+        grammar_output: GrammarOutput | None,
+        forced: Sequence[Sequence[int]] | None = None,
     ) -> ModelRunnerOutput | AsyncModelRunnerOutput:
         """Queue sampling, copies and commit of the step in flight.
 
         Args:
             grammar_output: What grammars allow in this step; None where they constrain nothing.
-            forced: One token for each logit of the step, committed in place of the drawn ones
-                (teacher forcing).
+            forced: For each request of the step, in batch order, the tokens that are committed in
+                place of the drawn ones: none where it draws none, else one or more (teacher
+                forcing).
 
         Raises:
             ProtocolError: No step is in flight: it was not executed, ran no tokens, or was sampled
-                already.
+                already. Or what is given does not fit it; then it can still be sampled.
+            ExtensionError: A feature raised, and the step was given up.
         """
         if self._step is None:
             raise ProtocolError(
@@ -342,22 +354,24 @@ class VllmRunner:
             )
         core, layout = self._require_core(), self._step.layout
         grammar = grammar_mask(
-            grammar_output, layout.req_ids, layout.cu_num_logits, core.config.vocab_size
+            grammar_output,
+            layout.req_ids,
+            layout.cu_num_logits,
+            core.config.vocab_size,
+            self._num_drafts,
         )
-        pending = core.sample(self._step, forced, grammar)
+        try:
+            pending = core.sample(self._step, forced, grammar)
+        except (ProtocolError, ConfigError):
+            raise
+        except Exception:
+            self._step = None  # the core has given it up
+            raise
         self._step = None
-        failures: dict[str, str] = {}
-        if self._processors is not None:
-            self._processors.expect(pending.wait, forced)
-            failures = self._processors.take_failures()
-            require_scheduler(failures, self.scheduler_config.scheduler_cls)
+        self._features.after_sample()
         if self.scheduler_config.async_scheduling:
-            return AsyncOutput(pending, failures, self._indices)
-        return with_failures(model_runner_output(pending.wait(), self._indices), failures)
-
-    def take_draft_token_ids(self) -> DraftTokenIds | None:
-        """Return None: speculative decoding is refused."""
-        return None
+            return AsyncOutput(pending, self._indices, self._features)
+        return model_runner_output(pending.wait(), self._indices, self._features)
 
     # Questions about the model, and its weights.
 
@@ -383,9 +397,6 @@ class VllmRunner:
             return {}
         return {mode.value: count for mode, count in self._core.num_steps.items()}
 
-    def get_draft_model(self) -> None:
-        """Return None: speculative decoding is refused."""
-
     def get_supported_tasks(self) -> tuple[SupportedTask, ...]:
         """Return the one task: text generation."""
         return ("generate",)
@@ -409,22 +420,6 @@ class VllmRunner:
             is_checkpoint_format=is_checkpoint_format,
         )
 
-    def maybe_remove_all_loras(self, lora_config: object | None) -> None:
-        """Do nothing: LoRA is refused."""
-
-    def reset_lora_state(self) -> None:
-        """Do nothing: LoRA is refused."""
-
-    def reset_mm_cache(self) -> None:
-        """Do nothing: multimodal inputs are refused."""
-
-    def reset_encoder_cache(self) -> None:
-        """Do nothing: multimodal inputs are refused."""
-
-    def get_encoder_timing_stats(self) -> dict[str, dict[str, float | int]]:
-        """Return nothing: there is no encoder."""
-        return {}
-
     def shutdown(self) -> None:
         """Let go of the model, the KV cache and vLLM's process-wide caches, to free memory."""
         if self.device.type == "cuda":
@@ -446,37 +441,64 @@ class VllmRunner:
             if self.device.type == "cuda":
                 torch.cuda.synchronize(self.device)  # as in `profile_run`
             self._core.release_graphs()
-        self._core = self._build_core(self.kv_cache_config)
+        self._start_core(self.kv_cache_config)
         if self._is_captured:
             self.capture_model()
 
-    def __getattr__(self, name: str) -> NoReturn:
-        """Explain a name of V1's runner that this one refuses."""
-        raise_missing(self, name)
+    def __getattr__(self, name: str) -> Any:
+        """Answer for a name of V1's runner that a feature serves, or nothing but the surface."""
+        if name in self._features.served:
+            return self._features.served[name]
+        return surface.answer(self, name)
+
+    def _load_features(self) -> ActiveFeatures:
+        context = FeatureContext(vllm_config=self.vllm_config, device=self.device)
+        return ActiveFeatures.load(self._available, context)
+
+    def _start_core(self, kv_cache_config: KVCacheConfig) -> None:
+        """Build the core runner, and begin anew whatever belongs to its rows and batches."""
+        self._features = self._load_features()
+        self._indices = BatchIndices()
+        self._core = self._build_core(kv_cache_config)
 
     def _build_core(self, kv_cache_config: KVCacheConfig) -> Runner:
-        self._processors = load_custom_processors(self.vllm_config, self.device, self._params_of)
-        own = self._processors
-        reshaping, narrowing = (own.reshaping, own.narrowing) if own is not None else ((), ())
-        return Runner(
-            runner_config(self.vllm_config, kv_cache_config, self.device, self._graph_sizes),
+        return self._core_over(
             self._require_model(),
-            VllmAttentionPlanner(self.attn_groups, kv_cache_config),
+            VllmAttentionPlanner(self.attn_groups, kv_cache_config, self.vllm_config),
+            kv_cache_config,
+        )
+
+    def _core_over(
+        self, model: Model, attention: AttentionPlanner, kv_cache_config: KVCacheConfig
+    ) -> Runner:
+        """Return a core runner with what the features bring."""
+        features = self._features
+        parts = features.parts()
+        stages = stages_with(parts.reshaping, parts.narrowing)
+        return Runner(
+            runner_config(
+                self.vllm_config,
+                kv_cache_config,
+                self.device,
+                self._graph_sizes,
+                features.max_drafts,
+            ),
+            model,
+            attention,
             trace=self._trace,
-            stages=stages_with(reshaping, narrowing),
+            head=parts.head(stages) if parts.head else generate_head(stages=stages),
+            extensions=(*EXTENSIONS, *parts.extensions),
         )
 
     @torch.inference_mode()
     def _core_without_cache(self) -> Runner:
         """Return a core of the size that there will be, with its kernels loaded."""
-        specs, processors = self.get_kv_cache_spec(), self._processors
+        specs, features = self.get_kv_cache_spec(), self._features
+        self._features = self._load_features()
         core = self._build_core(graphs.minimal_kv_cache(self.vllm_config, specs, num_blocks=1))
-        self._processors = processors
+        self._features = features
         core.warm_up()
         return core
-
-    def _params_of(self, req_id: str) -> SamplingParams:
-        return self.ledger.get(req_id).sampling_params
 
     def _require_model(self) -> VllmModel:
         if self._model is None:

@@ -13,7 +13,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.request import RequestStatus
 
-from mrv2_compat.vllm_v1.translate_out import OutputWithFailures
+from mrv2_compat.vllm_v1.features.failures import OutputWithFailures
 
 
 class FinishesFailures:

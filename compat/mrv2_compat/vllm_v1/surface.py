@@ -1,9 +1,10 @@
 """Every name that vLLM touches on a model runner, and what our facade does about it.
 
-`SERVED` names do their work. `NO_OP` names exist, because vLLM calls them on its ordinary path, and
-have nothing to do here. `REFUSED` names belong to features that the runner does not have, or to
-vLLM's V2 dialect; they are absent from the facade, and touching one raises `RefusedName`, which is
-an AttributeError, so that vLLM's `hasattr` and `getattr` with a default see a runner without it.
+`SERVED` names do their work. `NO_OP` names exist, because vLLM touches them on its ordinary path,
+and have nothing to do here: their entry is all that there is of them. `REFUSED` names belong to
+features that the runner does not have, or to vLLM's V2 dialect; they are absent from the facade,
+and touching one raises `RefusedName`, which is an AttributeError, so that vLLM's `hasattr` and
+`getattr` with a default see a runner without it.
 
 `guards/test_surface.py` reads the names again from the installed vLLM and fails on any that is not
 here. One access cannot be named: `Worker.update_config` sets `load_config` or `model_config` by a
@@ -14,7 +15,7 @@ model is loaded.
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import Enum
-from typing import NoReturn
+from typing import Any
 
 from mrv2.errors import UnsupportedByRunner
 
@@ -37,6 +38,9 @@ class Entry:
     reason: str
     """When vLLM touches it and, unless it is served, why it has nothing to do or is refused."""
 
+    returns: Any = None
+    """What the facade has under the name of a no-op: a function, or an attribute's value."""
+
 
 class RefusedName(UnsupportedByRunner, AttributeError):
     """vLLM touched a name of a feature that the runner does not have."""
@@ -46,8 +50,16 @@ def _served(reason: str) -> Entry:
     return Entry(Status.SERVED, reason)
 
 
-def _no_op(reason: str) -> Entry:
-    return Entry(Status.NO_OP, reason)
+def _nothing(*_arguments: object, **_options: object) -> None:
+    """Do nothing."""
+
+
+def _no_timings(*_arguments: object, **_options: object) -> dict[str, dict[str, float | int]]:
+    return {}
+
+
+def _no_op(reason: str, *, returns: Any = _nothing) -> Entry:
+    return Entry(Status.NO_OP, reason, returns)
 
 
 def _refused(reason: str) -> Entry:
@@ -104,16 +116,16 @@ SURFACE: dict[str, Entry] = {
     "max_model_len": _served("warm-ups on CUDA (vLLM 0.33)"),
     "max_num_reqs": _served("warm-ups on CUDA"),
     "max_num_tokens": _served("warm-ups on CUDA"),
-    "is_pooling_model": _served("warm-ups on CUDA; False"),
-    "supports_mm_inputs": _served("executors and connectors; False"),
+    "is_pooling_model": _no_op("warm-ups on CUDA", returns=False),
+    "supports_mm_inputs": _no_op("executors and connectors", returns=False),
     # State of features that are not there.
     "reset_mm_cache": _no_op("after profiling and on request; there are no multimodal inputs"),
     "reset_encoder_cache": _no_op("on request; there is no encoder"),
     "get_draft_model": _no_op("when weights move; there is no draft model"),
     "reset_lora_state": _no_op("after weights were transferred; there are no adapters"),
-    "get_encoder_timing_stats": _no_op("on request; there is no encoder"),
-    "eplb_state": _no_op("elastic expert parallelism, which is refused; None"),
-    "eep_eplb_suppressed": _no_op("elastic expert parallelism, which is refused; False"),
+    "get_encoder_timing_stats": _no_op("on request; there is no encoder", returns=_no_timings),
+    "eplb_state": _no_op("elastic expert parallelism, which is refused", returns=None),
+    "eep_eplb_suppressed": _no_op("elastic expert parallelism, which is refused", returns=False),
     # Refused: features.
     "add_lora": _refused(_LORA),
     "remove_lora": _refused(_LORA),
@@ -155,14 +167,16 @@ def unknown_names(touched: Iterable[str]) -> list[str]:
     return sorted(set(touched) - set(SURFACE) - {DYNAMIC})
 
 
-def raise_missing(owner: object, name: str) -> NoReturn:
-    """Raise for a name that `owner` does not have; the facade's `__getattr__` calls it.
+def answer(owner: object, name: str) -> Any:
+    """Return what a name is that `owner` does not have itself; its `__getattr__` calls this.
 
     Raises:
         RefusedName: vLLM's surface has the name, and it is refused; with the reason.
-        AttributeError: The name is nothing that vLLM is known to touch.
+        AttributeError: The name is nothing that vLLM is known to touch, or `owner` should have it.
     """
     entry = SURFACE.get(name)
+    if entry is not None and entry.status is Status.NO_OP:
+        return entry.returns
     if entry is not None and entry.status is Status.REFUSED:
         raise RefusedName([f"{name}: {entry.reason}"])
     raise AttributeError(f"{type(owner).__name__!r} object has no attribute {name!r}")

@@ -23,7 +23,7 @@ from mrv2.batch.inputs import InputBatch
 from mrv2.errors import UnsupportedByRunner
 from mrv2.sampling.sampler import SamplerOutput
 from mrv2.trace import Probe
-from mrv2_compat.vllm_v1.refusals import config_refusals
+from mrv2_compat.vllm_v1.requests.refusals import config_refusals
 from mrv2_compat.vllm_v1.runner import VllmRunner
 from mrv2_diff.lockstep import device
 from mrv2_diff.lockstep.upstream import VllmV2Subject
@@ -253,9 +253,7 @@ class Mrv2Subject:
 
     def sample(self, forced: Forced | None, grammar: GrammarOutput | None) -> ModelRunnerOutput:
         """Finish the step."""
-        tokens = (
-            None if forced is None else [forced.get(req_id, 0) for req_id in self._trace.draw_ids]
-        )
+        tokens = None if forced is None else self._trace.forced(forced)
         output: ModelRunnerOutput = self.runner.sample_tokens(grammar, tokens)
         self._output = output
         return output
@@ -383,6 +381,12 @@ class StepCopies:
             self._values[probe] = value.float().clone()
         elif isinstance(value, SamplerOutput):
             self._values["tokens"] = ints(value.token_ids)
+
+    def forced(self, tokens: Forced) -> list[list[int]]:
+        """Return the tokens to force on the last step, for each of its requests in batch order."""
+        layout = self._values["layout"]
+        drawing = set(self.draw_ids)
+        return [[tokens.get(name, 0)] if name in drawing else [] for name in layout.req_ids]
 
     def observation(self, output: ModelRunnerOutput, block_sizes: list[int]) -> Observation:
         """Return what was returned, with the copies of what it came from.

@@ -20,6 +20,7 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.outputs import ModelRunnerOutput
 
 from mrv2.errors import UnsupportedByRunner
+from mrv2_compat.vllm_v1.versions import copy_settled
 from mrv2_diff.lockstep import device
 from mrv2_diff.lockstep.layers import LayerCopies
 from mrv2_diff.lockstep.schedules import SCHEDULES, Schedule
@@ -200,9 +201,7 @@ class LockstepWorker(_Worker):
     def candidate_config(self) -> VllmConfig:
         """Return a copy of the engine's config in which no layer is registered."""
         config = copy.deepcopy(self._pristine)
-        for name in _COPIED_FROM_CACHE_CONFIG:
-            if hasattr(self.vllm_config.cache_config, name):
-                setattr(config.cache_config, name, getattr(self.vllm_config.cache_config, name))
+        copy_settled(self.vllm_config.cache_config, config.cache_config, _COPIED_FROM_CACHE_CONFIG)
         return config
 
     def kv_cache_config(self) -> KVCacheConfig:

@@ -17,8 +17,8 @@ from mrv2.output import PendingOutput
 from mrv2.ports import ForwardInputs, ForwardOutput
 from mrv2.runner import Runner
 from mrv2.state import block_tables
-from mrv2_compat.vllm_v1.attention import VllmAttentionPlanner
-from mrv2_compat.vllm_v1.model import VllmModel
+from mrv2_compat.vllm_v1.host.attention import VllmAttentionPlanner
+from mrv2_compat.vllm_v1.host.model import VllmModel
 from mrv2_diff.mutants.mutant import Arguments, Mutant, after, before, changed
 
 Context = AbstractContextManager[object]
@@ -150,7 +150,7 @@ def _keys_written_one_slot_behind() -> Context:
 def _rotary_positions_from_the_chunk() -> Context:
     def faulty(forward: Callable[..., ForwardOutput]) -> Callable[..., ForwardOutput]:
         def from_the_chunk(self: VllmModel, given: ForwardInputs) -> ForwardOutput:
-            first = given.positions[:1] if len(given.positions) else 0
+            first = given.positions[..., :1] if given.positions.shape[-1] else 0
             return forward(self, replace(given, positions=given.positions - first))
 
         return from_the_chunk

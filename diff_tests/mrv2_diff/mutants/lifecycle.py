@@ -13,8 +13,8 @@ from mrv2.plan import Arrival, NextDecode, Scheduled, StepPlan
 from mrv2.state.block_tables import BlockTables
 from mrv2.state.requests import RequestColumns
 from mrv2_compat.vllm_v1 import runner as adapter
-from mrv2_compat.vllm_v1 import translate_in
-from mrv2_compat.vllm_v1.ledger import RequestLedger
+from mrv2_compat.vllm_v1.step import translate_in
+from mrv2_compat.vllm_v1.step.ledger import RequestLedger
 from mrv2_diff.mutants.mutant import Mutant, changed
 from mrv2_diff.verdict import Verdict
 

@@ -14,7 +14,7 @@ from mrv2.output import PendingOutput
 from mrv2.sampling import logprobs
 from mrv2.sampling.logprobs import LogprobsTensors, SampledLogprobs, gather_logprobs
 from mrv2_compat.vllm_v1 import runner as adapter
-from mrv2_compat.vllm_v1.translate_out import BatchIndices
+from mrv2_compat.vllm_v1.step.translate_out import BatchIndices
 from mrv2_diff.compare.steps import OF_PROMPTS
 from mrv2_diff.mutants.mutant import Arguments, Mutant, after, changed, of_a_neighbour
 
@@ -31,8 +31,9 @@ def _outputs_in_another_order() -> Context:
 
 def _requests_found_elsewhere() -> Context:
     def faulty(of: Callable[..., dict[str, int]]) -> Callable[..., dict[str, int]]:
-        def reversed_order(self: BatchIndices, req_ids: list[str]) -> dict[str, int]:
-            return {name: len(req_ids) - 1 - at for name, at in of(self, req_ids).items()}
+        def reversed_order(self: BatchIndices, batch_id: int, req_ids: list[str]) -> dict[str, int]:
+            found = of(self, batch_id, req_ids)
+            return {name: len(req_ids) - 1 - at for name, at in found.items()}
 
         return reversed_order
 

@@ -28,7 +28,7 @@ from mrv2.sampling.narrowing import Narrowing
 from mrv2.sampling.stage import StageFactory
 from mrv2.sampling.stages import CUTTING, DIVIDING, PENALISING, RESHAPING
 from mrv2_compat.vllm_v1 import runner as adapter
-from mrv2_compat.vllm_v1 import translate_in
+from mrv2_compat.vllm_v1.step import translate_in
 from mrv2_diff.mutants.mutant import (
     Arguments,
     Mutant,

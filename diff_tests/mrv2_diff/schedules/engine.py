@@ -4,6 +4,7 @@ import copy
 import json
 import tempfile
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any, cast
@@ -34,8 +35,10 @@ from vllm.v1.structured_output import StructuredOutputManager  # noqa: E402
 from vllm.v1.structured_output.backend_types import StructuredOutputBackend  # noqa: E402
 
 from mrv2 import Runner  # noqa: E402
-from mrv2_compat.vllm_v1.config import runner_config  # noqa: E402
-from mrv2_compat.vllm_v1.kv_cache import KVCaches  # noqa: E402
+from mrv2_compat.vllm_v1.features.feature import Feature  # noqa: E402
+from mrv2_compat.vllm_v1.features.registry import FEATURES  # noqa: E402
+from mrv2_compat.vllm_v1.host.config import runner_config  # noqa: E402
+from mrv2_compat.vllm_v1.host.kv_cache import KVCaches  # noqa: E402
 from mrv2_compat.vllm_v1.runner import VllmRunner  # noqa: E402
 from mrv2_diff.models.hashlm import HashLM  # noqa: E402
 from mrv2_diff.schedules.actions import Setup  # noqa: E402
@@ -69,19 +72,25 @@ class HashRunner(VllmRunner):
     Args:
         vllm_config: The engine's.
         windows: Attention windows, as for `HashLM`.
+        features: Those that the engine may use.
     """
 
     lm: HashLM
 
-    def __init__(self, vllm_config: Any, windows: tuple[int | None, ...]) -> None:
-        super().__init__(vllm_config, torch.device("cpu"))
+    def __init__(
+        self,
+        vllm_config: Any,
+        windows: tuple[int | None, ...],
+        features: Sequence[Feature] = FEATURES,
+    ) -> None:
+        super().__init__(vllm_config, torch.device("cpu"), features=features)
         self._windows = windows
 
     def initialize_kv_cache(self, kv_cache_config: KVCacheConfig, *_: Any, **__: Any) -> None:
         """Build HashLM's caches and the core runner."""
         self.kv_cache_config = kv_cache_config
         self._kv = cast("KVCaches", _HashCaches())
-        self._core = self._build_core(kv_cache_config)
+        self._start_core(kv_cache_config)
 
     @property
     def core(self) -> Runner:
@@ -91,7 +100,7 @@ class HashRunner(VllmRunner):
     def _build_core(self, kv_cache_config: KVCacheConfig) -> Runner:
         config = runner_config(self.vllm_config, kv_cache_config, self.device)
         self.lm = HashLM(config, kv_cache_config.num_blocks, self._windows)
-        return Runner(config, self.lm, self.lm, trace=self._trace)
+        return self._core_over(self.lm, self.lm, kv_cache_config)
 
 
 class _HashCaches:

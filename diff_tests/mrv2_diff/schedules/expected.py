@@ -7,7 +7,7 @@ from typing import Protocol
 import torch
 
 from mrv2 import KVGroup, RunnerConfig, Sampling
-from mrv2_compat.vllm_v1.translate_in import sampling_of
+from mrv2_compat.vllm_v1.step.translate_in import sampling_of
 from mrv2_diff.models.hashlm import hashlm_tokens
 from mrv2_diff.schedules.actions import Arrive, Setup
 from mrv2_diff.schedules.params import sampling_params

@@ -11,7 +11,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from mrv2_compat.vllm_v1.refusals import request_refusals
+from mrv2_compat.vllm_v1.requests.refusals import request_refusals
 from mrv2_diff.parameters import PARAMETERS
 from mrv2_diff.schedules.actions import Arrive, Drain, Reset, Setup
 from mrv2_diff.schedules.driver import Driver, Logprobs, Turn

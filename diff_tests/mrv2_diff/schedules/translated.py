@@ -9,8 +9,8 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
 
 from mrv2 import Arrival, Runner, StepPlan
-from mrv2_compat.vllm_v1.ledger import RequestLedger
-from mrv2_compat.vllm_v1.translate_in import plan_step
+from mrv2_compat.vllm_v1.step.ledger import RequestLedger
+from mrv2_compat.vllm_v1.step.translate_in import plan_step
 from mrv2_diff.host_cost import PROMPT, VOCAB_SIZE, Figures, Play
 
 

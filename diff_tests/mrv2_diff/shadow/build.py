@@ -10,7 +10,7 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.worker.worker_base import WorkerWrapperBase
 
 from mrv2_compat.platforms import WORKERS
-from mrv2_compat.vllm_v1.graphs import minimal_kv_cache
+from mrv2_compat.vllm_v1 import versions
 from mrv2_compat.vllm_v1.runner import VllmRunner
 from mrv2_diff.shadow.follower import DrawTrace, Follower
 from mrv2_diff.shadow.messages import Ready, Start
@@ -97,13 +97,9 @@ def _adapt(config: VllmConfig, start: Start) -> None:
 
 def _kv_cache(config: VllmConfig, runner: VllmRunner, start: Start) -> KVCacheConfig:
     """Return the layout of a KV cache with V1's groups and the shadow's number of blocks."""
-    specs = runner.get_kv_cache_spec()  # asked for its refusals, too
-    try:
-        from vllm.v1.core.kv_cache_utils import get_kv_cache_config_from_groups
-    except ImportError:  # where vLLM has a builder in its place
-        return minimal_kv_cache(config, specs, start.num_blocks)
-    cache: KVCacheConfig = get_kv_cache_config_from_groups(
-        config, start.kv_cache_config.kv_cache_groups, start.kv_bytes
+    runner.get_kv_cache_spec()  # for its refusals
+    cache: KVCacheConfig = versions.kv_cache_config(
+        config, start.kv_cache_config.kv_cache_groups, start.num_blocks
     )
     return cache
 

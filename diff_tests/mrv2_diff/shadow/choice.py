@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from mrv2.errors import ConfigError
-from mrv2_compat.doors import RUNNER_VAR
+from mrv2_compat.entry_points import RUNNER_VAR
 from mrv2_diff.shadow.counters import Collector
 from mrv2_diff.shadow.settings import COUNTS_VAR, check_file, read_settings
 

@@ -32,7 +32,9 @@ class StepRunner(Protocol):
     def execute_model(self, scheduler_output: SchedulerOutput) -> object:
         """Run a step's first half."""
 
-    def sample_tokens(self, grammar_output: Any, forced: Sequence[int] | None = None) -> Any:
+    def sample_tokens(
+        self, grammar_output: Any, forced: Sequence[Sequence[int]] | None = None
+    ) -> Any:
         """Run a step's second half."""
 
 
@@ -40,6 +42,8 @@ class DrawTrace:
     """Keeps what a step draws from."""
 
     def __init__(self) -> None:
+        self.req_ids: list[str] = []
+        """The step's requests, in batch order."""
         self.draw_ids: list[str] = []
         self.values: dict[str, torch.Tensor] = {}
 
@@ -52,6 +56,7 @@ class DrawTrace:
         if probe == "layout":
             layout: Any = value
             counts = np.diff(layout.cu_num_logits).tolist()
+            self.req_ids = layout.req_ids
             self.draw_ids = [
                 req_id for req_id, count in zip(layout.req_ids, counts, strict=True) if count
             ]
@@ -193,7 +198,11 @@ class Follower:
             self._add(step, asked.req_id, asked.end - asked.start)
         self._execute(step)
         drawn = list(self._trace.draw_ids)
-        forced = [part.answers[req_id].token_id for req_id in drawn]
+        drawing = set(drawn)
+        forced = [
+            [part.answers[req_id].token_id] if req_id in drawing else []
+            for req_id in self._trace.req_ids
+        ]
         grammar = _grammar([req_id for req_id in drawn if req_id in part.grammar], part)
         output = self._runner.sample_tokens(grammar, forced)
         for row, req_id in enumerate(drawn):

@@ -9,7 +9,8 @@ from vllm.logger import init_logger
 from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 
 from mrv2.errors import ConfigError, UnsupportedByRunner
-from mrv2_compat.vllm_v1.refusals import config_refusals, request_refusals
+from mrv2_compat.vllm_v1.requests.refusals import config_refusals, request_refusals
+from mrv2_compat.vllm_v1.versions import copy_settled
 from mrv2_diff.lockstep import device
 from mrv2_diff.shadow.counters import Counters
 from mrv2_diff.shadow.desk import Desk, child_command
@@ -119,10 +120,7 @@ class ShadowWorker(_Worker):
 
     def _start_message(self) -> Start:
         config = self._shadow_config
-        for name in _COPIED_FROM_CACHE_CONFIG:
-            if hasattr(self.vllm_config.cache_config, name):
-                value = getattr(self.vllm_config.cache_config, name)
-                setattr(config.cache_config, name, value)
+        copy_settled(self.vllm_config.cache_config, config.cache_config, _COPIED_FROM_CACHE_CONFIG)
         kv_bytes = self._shadow_settings.kv_bytes
         max_num_reqs = ROWS * self.model_runner.max_num_reqs
         num_blocks = _num_blocks(

@@ -61,7 +61,8 @@ def _unloaded_groups(vllm_config: Any) -> list[KVGroupFacts]:
     from vllm.model_executor.model_loader.utils import initialize_model
     from vllm.utils.torch_utils import set_default_torch_dtype
 
-    from mrv2_compat.vllm_v1.kv_cache import kv_cache_groups, kv_cache_spec
+    from mrv2_compat.vllm_v1.host.kv_cache import kv_cache_spec
+    from mrv2_compat.vllm_v1.versions import kv_cache_groups
 
     config = copy.deepcopy(vllm_config)  # layers leave their names there
     with (

@@ -46,7 +46,7 @@ class Bench:
             dict(core.rows._row_of),
             list(core.rows._free),
             core.block_tables._num_blocks.tolist(),
-            core.requests._counted.tolist(),
+            core.requests.progress.upper.tolist(),
             core.requests.token_ids.num_staged,
             core.requests.token_ids.tensor.tolist(),
         )
@@ -175,7 +175,7 @@ BAD_STEPS: list[tuple[Callable[[Any], Any], type[Mrv2Error], str]] = [
     (
         placeholders_of_drafts,
         ProtocolError,
-        "'a' is to run 3 tokens from position 1. on; it has 1.",
+        r"schedules drafts of \['a'\], and no feature of this engine takes drafts",
     ),
     (no_tokens, ProtocolError, "'a' is to run 0 tokens"),
     (too_many_tokens, CapacityError, "the step has 15 tokens; max_num_tokens is 12"),

@@ -5,8 +5,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from mrv2_compat.vllm_v1 import config
-from mrv2_compat.vllm_v1.config import LARGEST_TABLE, _maps_tokens
+from mrv2_compat.vllm_v1.host import config
+from mrv2_compat.vllm_v1.host.config import LARGEST_TABLE, _maps_tokens
 
 pytestmark = pytest.mark.vllm
 

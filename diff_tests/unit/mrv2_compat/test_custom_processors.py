@@ -4,6 +4,7 @@ import importlib.metadata
 import sys
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,6 +20,8 @@ from mrv2 import (
     Runner,
     RunnerConfig,
     Sampling,
+    StepPlan,
+    generate_head,
     stages_with,
 )
 from mrv2_diff.toy_host import Toy
@@ -135,28 +138,48 @@ class Guest:
     """A toy whose runner has custom processors; `is_chained` says which requests are."""
 
     def __init__(self, *kinds: Any) -> None:
-        from vllm import SamplingParams
-
-        from mrv2_compat.vllm_v1.custom_processors import CustomProcessors
+        from mrv2_compat.vllm_v1.features.processors import CustomProcessors
 
         def make(kind: Any) -> Any:
             return kind(None, CONFIG.device, False)
 
-        self.processors = CustomProcessors(
-            [make(kind) for kind in kinds],
-            make,
-            lambda req_id: SamplingParams(extra_args={"chained": is_chained(req_id)}),
-        )
+        self.processors = CustomProcessors([make(kind) for kind in kinds], make)
         self.toy = Toy(CONFIG)
         stages = stages_with(self.processors.reshaping, self.processors.narrowing)
-        self.toy.runner = Runner(CONFIG, self.toy.model, self.toy.model, stages=stages)
+        self.toy.runner = Runner(
+            CONFIG,
+            self.toy.model,
+            self.toy.model,
+            head=generate_head(stages=stages),
+            extensions=(lambda _: self.processors,),
+        )
         self.failures: dict[str, str] = {}
 
-    def step(self, work: dict[str, int], forced: Sequence[int] | None = None) -> PendingOutput:
+    def plan(self, work: dict[str, int]) -> StepPlan:
+        """The host's plan, with what the adapter tells processors of each request."""
+        from vllm import SamplingParams
+
+        plan = self.toy.host.plan(work)
+        arrivals = tuple(
+            replace(
+                arrival,
+                extras={
+                    "custom_processors": SamplingParams(
+                        extra_args={"chained": is_chained(arrival.req_id)}
+                    )
+                },
+            )
+            for arrival in plan.arrivals
+        )
+        return replace(plan, arrivals=arrivals)
+
+    def step(
+        self, work: dict[str, int], forced: Sequence[Sequence[int]] | None = None
+    ) -> PendingOutput:
         core = self.toy.runner
-        pending = core.sample(core.execute(self.toy.host.plan(work)), forced)
-        self.processors.expect(pending.wait, forced)
-        self.failures |= self.processors.take_failures()
+        pending = core.sample(core.execute(self.plan(work)), forced)
+        self.failures |= self.processors.last_failures
+        assert pending.wait().extras["custom_processors"] == self.processors.last_failures
         return pending
 
     def run(self, work: dict[str, int]) -> None:
@@ -183,7 +206,7 @@ def test_processors_follow_random_lives(kind: str, seed: int, lag: int) -> None:
         if work:
             pending.append(guest.step(work))
         else:
-            guest.toy.runner.update_rows(host.plan(work))
+            guest.toy.runner.update_rows(guest.plan(work))
         while len(pending) > lag:
             host.take(pending.popleft().wait())
     while pending:
@@ -229,8 +252,8 @@ def test_a_step_that_draws_nothing_tells_nothing() -> None:
 def test_outputs_are_the_forced_tokens_where_tokens_are_forced() -> None:
     guest = Guest(dict_processor(Probe()))
     guest.toy.host.add("c", [1, 2, 3])
-    guest.step({"c": 3}, forced=[50])
-    drawn = guest.step({"c": 1}, forced=[51]).wait().token_ids
+    guest.step({"c": 3}, forced=[[50]])
+    drawn = guest.step({"c": 1}, forced=[[51]]).wait().token_ids
     assert drawn == [[chained([1, 2, 3], [50])]]
     assert guest.step({"c": 1}).wait().token_ids == [[chained([1, 2, 3], [50, 51])]]
 
@@ -362,6 +385,14 @@ def test_a_result_of_another_shape_is_the_processors_fault() -> None:
     assert "apply returned (1, 3) for logits of shape (1, 97)" in guest.failures["1c"]
 
 
+def test_a_request_without_its_parameters_is_refused_before_anything_changes() -> None:
+    guest = Guest(dict_processor(Probe()))
+    guest.toy.host.add("c", [1, 2, 3])
+    with pytest.raises(ProtocolError, match="'c' arrives without its SamplingParams"):
+        guest.toy.runner.execute(guest.toy.host.plan({"c": 3}))
+    assert "c" not in guest.toy.runner.rows
+
+
 def test_several_logits_of_one_request_are_refused() -> None:
     guest = Guest(dict_processor(Probe()))
     guest.toy.host.add("1c", [1, 2])
@@ -380,9 +411,7 @@ def test_several_logits_of_one_request_are_refused() -> None:
 
 
 def loaded(named: object, installed: list[Any], monkeypatch: pytest.MonkeyPatch) -> Any:
-    from vllm import SamplingParams
-
-    from mrv2_compat.vllm_v1.custom_processors import load_custom_processors
+    from mrv2_compat.vllm_v1.features.processors import load_custom_processors
 
     def entry_points(group: str) -> list[Any]:
         assert group == "vllm.logits_processors"
@@ -396,7 +425,7 @@ def loaded(named: object, installed: list[Any], monkeypatch: pytest.MonkeyPatch)
         scheduler_config=SimpleNamespace(max_num_seqs=4),
         speculative_config=None,
     )
-    return load_custom_processors(config, CONFIG.device, lambda _: SamplingParams())
+    return load_custom_processors(config, CONFIG.device)
 
 
 def test_without_processors_of_others_there_is_no_stage(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ Batch = dict[int, list[int]]
 def member(number: int) -> Any:
     from vllm import SamplingParams
 
-    from mrv2_compat.vllm_v1.dense_batch import Member
+    from mrv2_compat.vllm_v1.features.dense_batch import Member
 
     return Member(req_id=f"r{number}", params=SamplingParams(), prompt=[number], outputs=[])
 
@@ -43,7 +43,7 @@ def as_vllms_helper_does(batch: Batch, update: Any) -> None:
 @pytest.mark.parametrize("follow", [as_documented, as_vllms_helper_does])
 @pytest.mark.parametrize("seed", range(3))
 def test_a_processor_follows_any_changes(seed: int, follow: Callable[[Batch, Any], None]) -> None:
-    from mrv2_compat.vllm_v1.dense_batch import batch_update
+    from mrv2_compat.vllm_v1.features.dense_batch import batch_update
 
     chance = random.Random(seed)
     members = [member(number) for number in range(9)]
@@ -68,7 +68,7 @@ def test_a_processor_follows_any_changes(seed: int, follow: Callable[[Batch, Any
 
 
 def test_nothing_is_told_where_nothing_changed() -> None:
-    from mrv2_compat.vllm_v1.dense_batch import batch_update
+    from mrv2_compat.vllm_v1.features.dense_batch import batch_update
 
     batch = [member(1), member(2)]
     assert batch_update(batch, list(batch)) is None
@@ -76,7 +76,7 @@ def test_nothing_is_told_where_nothing_changed() -> None:
 
 
 def test_a_request_that_comes_back_in_the_same_place_is_another_one() -> None:
-    from mrv2_compat.vllm_v1.dense_batch import batch_update
+    from mrv2_compat.vllm_v1.features.dense_batch import batch_update
 
     old, new = member(1), member(1)
     update: Any = batch_update([old], [new])
@@ -85,7 +85,7 @@ def test_a_request_that_comes_back_in_the_same_place_is_another_one() -> None:
 
 
 def test_what_leaves_the_end_is_only_removed_and_what_leaves_the_front_is_filled() -> None:
-    from mrv2_compat.vllm_v1.dense_batch import batch_update
+    from mrv2_compat.vllm_v1.features.dense_batch import batch_update
 
     one, two, three = (member(number) for number in range(3))
     update: Any = batch_update([one, two, three], [one])

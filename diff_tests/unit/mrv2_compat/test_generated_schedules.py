@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from mrv2.state.requests import RequestColumns
-from mrv2_compat.vllm_v1.ledger import KnownRequest, RequestLedger
+from mrv2_compat.vllm_v1.step.ledger import KnownRequest, RequestLedger
 from mrv2_diff.mutants import MUTANTS, Patch
 from mrv2_diff.schedules import actions as act
 from mrv2_diff.schedules.events import KINDS

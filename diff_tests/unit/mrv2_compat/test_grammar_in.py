@@ -18,14 +18,14 @@ CU_NUM_LOGITS = np.array([0, 1, 1, 2, 3], dtype=np.int32)
 def translated(req_ids: list[str], bitmask: Any, vocab_size: int = VOCAB) -> GrammarMask | None:
     from vllm.v1.core.sched.output import GrammarOutput
 
-    from mrv2_compat.vllm_v1.grammar_in import grammar_mask
+    from mrv2_compat.vllm_v1.step.grammar_in import grammar_mask
 
     output = GrammarOutput(req_ids, np.array(bitmask, dtype=np.int32))
     return grammar_mask(output, REQ_IDS, CU_NUM_LOGITS, vocab_size)
 
 
 def test_no_grammar_is_no_mask() -> None:
-    from mrv2_compat.vllm_v1.grammar_in import grammar_mask
+    from mrv2_compat.vllm_v1.step.grammar_in import grammar_mask
 
     assert grammar_mask(None, REQ_IDS, CU_NUM_LOGITS, VOCAB) is None
 
@@ -69,17 +69,73 @@ def test_more_masks_than_requests_are_refused() -> None:
 def test_one_mask_for_a_request_that_draws_several_tokens_is_refused() -> None:
     from vllm.v1.core.sched.output import GrammarOutput
 
-    from mrv2_compat.vllm_v1.grammar_in import grammar_mask
+    from mrv2_compat.vllm_v1.step.grammar_in import grammar_mask
 
     output = GrammarOutput(["a"], np.ones((1, 3), dtype=np.int32))
     with pytest.raises(ProtocolError, match="'a' draws 2 tokens"):
         grammar_mask(output, ["a"], np.array([0, 2], dtype=np.int32), VOCAB)
 
 
+DRAFTED = np.array([0, 3, 3, 4, 6], dtype=np.int32)
+"""The request "a" runs two drafts, "b" draws nothing, "c" runs none, and "d" runs one."""
+
+
+def drafted(
+    req_ids: list[str], num_drafts: dict[str, int], rows: list[int], cu_num_logits: Any = DRAFTED
+) -> list[tuple[int, int]]:
+    """Return the logit of each mask that is for one, with the mask's first word."""
+    from vllm.v1.core.sched.output import GrammarOutput
+
+    from mrv2_compat.vllm_v1.step.grammar_in import grammar_mask
+
+    bitmask = np.array([[row, 0, 0] for row in rows], dtype=np.int32)
+    output = GrammarOutput(req_ids, bitmask)
+    mask = grammar_mask(output, REQ_IDS, cu_num_logits, VOCAB, num_drafts)
+    if mask is None:
+        return []
+    mask.check(int(cu_num_logits[-1]), VOCAB)
+    return list(zip(mask.logit_idx.tolist(), mask.bitmask[:, 0].tolist(), strict=True))
+
+
+def test_a_request_has_a_mask_for_each_draft_and_one_more() -> None:
+    found = drafted(["d", "c", "a"], {"a": 2, "d": 1}, [10, 11, 20, 30, 31, 32])
+    assert found == [(4, 10), (5, 11), (3, 20), (0, 30), (1, 31), (2, 32)]
+
+
+def test_masks_of_drafts_that_are_not_in_the_step_are_passed_over() -> None:
+    found = drafted(["gone", "a", "b", "c"], {"gone": 2, "a": 2}, [1, 2, 3, 30, 31, 32, 40, 20])
+    assert found == [(0, 30), (1, 31), (2, 32), (3, 20)]
+
+
+def test_a_request_that_draws_fewer_tokens_than_it_has_masks_has_the_first_ones() -> None:
+    cu_num_logits = np.array([0, 2, 2, 3, 3], dtype=np.int32)
+    found = drafted(["a", "d"], {"a": 2, "d": 1}, [30, 31, 32, 10, 11], cu_num_logits)
+    assert found == [(0, 30), (1, 31)]
+
+
+@pytest.mark.parametrize("num_masks", [3, 5])
+def test_masks_that_are_not_as_many_as_drafts_want_are_refused(num_masks: int) -> None:
+    with pytest.raises(ProtocolError, match=f"{num_masks} grammar masks for 2 requests.* 4 are"):
+        drafted(["a", "c"], {"a": 2}, list(range(num_masks)))
+
+
+def test_masks_are_those_that_vllm_makes_with_drafts() -> None:
+    # The order in which vLLM's manager fills its rows, by its own source: request after request, a
+    # row for each scheduled draft, then one more.
+    import inspect
+
+    from vllm.v1.structured_output import StructuredOutputManager
+
+    source = inspect.getsource(StructuredOutputManager.grammar_bitmask)
+    serial = source[source.index("for i, token in enumerate(req_tokens)") :]
+    assert "scheduled_spec_decode_tokens.get(req_id" in source
+    assert serial.count("cumulative_index += 1") == 3
+
+
 def test_vllms_own_arrays_are_left_as_they_are() -> None:
     from vllm.v1.core.sched.output import GrammarOutput
 
-    from mrv2_compat.vllm_v1.grammar_in import grammar_mask
+    from mrv2_compat.vllm_v1.step.grammar_in import grammar_mask
 
     given = np.arange(6, dtype=np.int32).reshape(2, 3)
     mask = grammar_mask(GrammarOutput(["c", "a"], given), REQ_IDS, CU_NUM_LOGITS, VOCAB)

@@ -17,7 +17,7 @@ NUM_BLOCKS = 4
 def test_a_copy_into_a_new_block_is_not_wiped(kernel_blocks: int) -> None:
     from vllm.v1.core.kv_cache_utils import KVCacheBlockCopy
 
-    from mrv2_compat.vllm_v1.kv_cache import KVCaches
+    from mrv2_compat.vllm_v1.host.kv_cache import KVCaches
 
     caches: Any = KVCaches.__new__(KVCaches)
     caches._num_blocks, caches._zeroer = NUM_BLOCKS, None
@@ -52,7 +52,7 @@ def test_a_block_that_the_cache_does_not_have_is_refused_before_any_is_written(
 ) -> None:
     from vllm.v1.core.kv_cache_utils import KVCacheBlockCopy
 
-    from mrv2_compat.vllm_v1.kv_cache import KVCaches
+    from mrv2_compat.vllm_v1.host.kv_cache import KVCaches
 
     caches: Any = KVCaches.__new__(KVCaches)
     caches._num_blocks, caches._zeroer = NUM_BLOCKS, None
@@ -71,7 +71,7 @@ def test_a_minimal_cache_has_the_blocks_that_were_asked_for(
 ) -> None:
     from vllm.v1.kv_cache_interface import FullAttentionSpec
 
-    from mrv2_compat.vllm_v1.graphs import minimal_kv_cache
+    from mrv2_compat.vllm_v1.host.graphs import minimal_kv_cache
     from mrv2_diff.schedules.actions import Setup
     from mrv2_diff.schedules.engine import HashEngine
 

@@ -1,16 +1,13 @@
 """The ledger: what is remembered of a request, and until when."""
 
-from typing import Any
-
 import pytest
 
 from mrv2 import ProtocolError, Sampling
-from mrv2_compat.vllm_v1.ledger import KnownRequest, RequestLedger
+from mrv2_compat.vllm_v1.step.ledger import KnownRequest, RequestLedger
 
 
 def known(prompt_len: int) -> KnownRequest:
-    params: Any = None  # not looked at here
-    return KnownRequest(prompt_len=prompt_len, sampling=Sampling(), sampling_params=params)
+    return KnownRequest(prompt_len=prompt_len, sampling=Sampling())
 
 
 def test_a_request_is_known_from_its_announcement_until_it_is_forgotten() -> None:

@@ -166,7 +166,7 @@ def test_grammar_masks_equal_v1s(seed: int, dtype: torch.dtype) -> None:
     from vllm.v1.core.sched.output import GrammarOutput
     from vllm.v1.structured_output.utils import apply_grammar_bitmask
 
-    from mrv2_compat.vllm_v1.grammar_in import grammar_mask
+    from mrv2_compat.vllm_v1.step.grammar_in import grammar_mask
 
     rng = np.random.default_rng(seed)
     vocab_size = int(rng.choice(VOCAB_SIZES))

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from mrv2 import Sampling
-from mrv2_compat.vllm_v1 import refusals
-from mrv2_compat.vllm_v1.ledger import KnownRequest, RequestLedger
+from mrv2_compat.vllm_v1.requests import refusals
+from mrv2_compat.vllm_v1.step.ledger import KnownRequest, RequestLedger
 
 pytestmark = pytest.mark.vllm
 
@@ -30,7 +30,7 @@ REFUSED: dict[str, tuple[str, object]] = {
 
 
 def sampling_of(params: Any, arrival_number: int = 0, engine_seed: int = 7) -> Sampling:
-    from mrv2_compat.vllm_v1 import translate_in
+    from mrv2_compat.vllm_v1.step import translate_in
 
     return translate_in.sampling_of(params, engine_seed, arrival_number, VOCAB)
 
@@ -44,9 +44,7 @@ class Worker:
     def announce(self, req_id: str, params: Any) -> int:
         """Take a request; return the seed of its noise."""
         sampling = sampling_of(params, self.ledger.num_announced)
-        self.ledger.announce(
-            req_id, KnownRequest(prompt_len=1, sampling=sampling, sampling_params=params)
-        )
+        self.ledger.announce(req_id, KnownRequest(prompt_len=1, sampling=sampling))
         return sampling.seed
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from mrv2.memory.staged import StagedWriteTensor
-from mrv2_compat.vllm_v1 import refusals
+from mrv2_compat.vllm_v1.requests import refusals
 from mrv2_diff.invariants import LiveRequest, check_invariants
 from mrv2_diff.schedules.actions import Arrive, Drain, FailLoad, Reset, Setup, Step
 from mrv2_diff.schedules.generator import OPTIONS, actions
@@ -298,7 +298,7 @@ def test_after_a_thousand_steps_nothing_is_left_of_any_request(drive: Any) -> No
     assert [tensor.num_staged for tensor in tensors] == [0] * len(tensors)
     assert sorted(core.rows._free) == list(range(6))
     assert not core.block_tables._num_blocks.any()
-    assert not core.requests._counted.any()
+    assert not core.requests.progress.upper.any()
     assert len(driver.engine.runner.ledger) == 0
 
 

@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 
 from mrv2.errors import ConfigError
-from mrv2_compat.vllm_v1 import refusals, versions
+from mrv2_compat.vllm_v1 import versions
+from mrv2_compat.vllm_v1.requests import refusals
 
 BOUNDS: list[tuple[str, object, object]] = [
     ("parallel_config.tensor_parallel_size", 1, 2),

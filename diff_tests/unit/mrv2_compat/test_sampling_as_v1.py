@@ -253,7 +253,7 @@ def test_v1_begins_a_forced_end_anew_when_the_request_joins_again() -> None:
 def test_markers_are_those_of_vllms_reasoning_config() -> None:
     from vllm.config.reasoning import ReasoningConfig
 
-    from mrv2_compat.vllm_v1.config import thinking_markers
+    from mrv2_compat.vllm_v1.host.config import thinking_markers
 
     reasoning = ReasoningConfig()
     config: Any = SimpleNamespace(reasoning_config=reasoning)

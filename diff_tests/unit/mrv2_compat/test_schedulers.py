@@ -103,8 +103,8 @@ def test_a_failed_request_is_finished_with_an_error_and_its_client_is_told() -> 
     from vllm.v1.outputs import ModelRunnerOutput
     from vllm.v1.request import RequestStatus
 
+    from mrv2_compat.vllm_v1.features.failures import with_failures
     from mrv2_compat.vllm_v1.scheduler import FinishesFailures
-    from mrv2_compat.vllm_v1.translate_out import with_failures
 
     finished: list[tuple[set[str], Any]] = []
 

@@ -6,7 +6,7 @@ import pytest
 
 from mrv2.errors import ConfigError
 from mrv2_compat import selection as sel
-from mrv2_compat.doors import PLUGINS_VAR, RUNNER_VAR
+from mrv2_compat.entry_points import PLUGINS_VAR, RUNNER_VAR
 
 ADDED = {
     "fractions": EntryPoint(name="fractions", value="fractions:Fraction", group=sel.CHOICES_GROUP)

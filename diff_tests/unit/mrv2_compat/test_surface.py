@@ -1,4 +1,6 @@
-"""The reader of vLLM's source, on small sources, and what touching a refused name does."""
+"""The reader of vLLM's source, on small sources, and what touching a name without work does."""
+
+from typing import Any
 
 import pytest
 
@@ -63,7 +65,31 @@ def test_a_file_that_never_speaks_of_runners_is_skipped() -> None:
 
 class Facade:
     def __getattr__(self, name: str) -> object:
-        surface.raise_missing(self, name)
+        return surface.answer(self, name)
+
+
+def test_a_no_op_takes_whatever_it_is_given_and_returns_what_its_entry_says() -> None:
+    facade: Any = Facade()
+    assert facade.take_draft_token_ids() is None
+    assert facade.maybe_remove_all_loras(None) is None
+    assert facade.get_encoder_timing_stats() == {}
+    assert facade.get_encoder_timing_stats() is not facade.get_encoder_timing_stats()
+    assert facade.eplb_state is None
+    assert facade.is_pooling_model is False
+
+
+def test_a_no_op_is_there_for_whoever_probes_for_it() -> None:
+    facade: Any = Facade()
+    assert hasattr(facade, "reset_mm_cache")
+    assert callable(getattr(facade, "get_draft_model", None))
+    assert getattr(facade, "eep_eplb_suppressed", True) is False
+
+
+def test_an_attribute_without_work_may_be_set_and_then_holds_what_was_set() -> None:
+    facade: Any = Facade()
+    facade.eep_eplb_suppressed = True
+    assert facade.eep_eplb_suppressed is True
+    assert Facade().eep_eplb_suppressed is False
 
 
 def test_touching_a_refused_name_says_why() -> None:

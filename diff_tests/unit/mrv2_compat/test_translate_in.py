@@ -8,7 +8,9 @@ import pytest
 
 from mrv2 import ConfigError, Continuation, NextDecode, ProtocolError, Sampling, StepPlan
 from mrv2.errors import UnsupportedByRunner
-from mrv2_compat.vllm_v1.ledger import RequestLedger
+from mrv2_compat.vllm_v1.features.active import NO_FEATURES, ActiveFeatures
+from mrv2_compat.vllm_v1.features.feature import ActiveFeature
+from mrv2_compat.vllm_v1.step.ledger import RequestLedger
 
 pytestmark = pytest.mark.vllm
 
@@ -34,6 +36,7 @@ class Adapter:
 
     seed: int = 7
     ledger: RequestLedger = field(default_factory=RequestLedger)
+    features: ActiveFeatures = NO_FEATURES
 
     def step(
         self,
@@ -43,10 +46,11 @@ class Adapter:
         cached: Mapping[str, Cached] | None = None,
         finished: Sequence[str] = (),
         preempted: Sequence[str] = (),
+        drafts: Mapping[str, list[int]] | None = None,
     ) -> StepPlan:
         from vllm.v1.core.sched.output import CachedRequestData, SchedulerOutput
 
-        from mrv2_compat.vllm_v1.translate_in import plan_step
+        from mrv2_compat.vllm_v1.step.translate_in import plan_step
 
         cached = cached or {}
         return plan_step(
@@ -67,7 +71,7 @@ class Adapter:
                 ),
                 num_scheduled_tokens=dict(work),
                 total_num_scheduled_tokens=sum(work.values()),
-                scheduled_spec_decode_tokens={},
+                scheduled_spec_decode_tokens=dict(drafts or {}),
                 scheduled_encoder_inputs={},
                 finished_req_ids=set(finished),
                 free_encoder_mm_hashes=[],
@@ -76,6 +80,7 @@ class Adapter:
             self.ledger,
             self.seed,
             VOCAB_SIZE,
+            self.features,
         )
 
 
@@ -238,7 +243,10 @@ def test_a_new_request_whose_id_is_live_replaces_it(adapter: Adapter) -> None:
     assert rows(plan) == [("a", 2, 2, 4)]
 
 
-def test_prompt_logprobs_of_a_session_are_those_of_its_first_turn(adapter: Adapter) -> None:
+def test_prompt_logprobs_of_a_session_are_those_of_its_first_turn() -> None:
+    from mrv2_compat.vllm_v1.features.prompt_logprobs import ActivePromptLogprobs
+
+    adapter = Adapter(features=ActiveFeatures([ActivePromptLogprobs(VOCAB_SIZE)]))
     # The next turn begins behind tokens that are computed: their logprobs could not be had.
     first = adapter.step({"a": 2}, new=[new("a", [5, 6], prompt_logprobs=1, logprobs=2)])
     longer = new("a", [5, 6, 40, 3], num_computed=2, prompt_logprobs=1, logprobs=2)
@@ -315,7 +323,7 @@ def translated(**asked: Any) -> Sampling:
     """Translate the parameters of one request; `stop` stands for what the engine adds."""
     from vllm import SamplingParams
 
-    from mrv2_compat.vllm_v1.translate_in import sampling_of
+    from mrv2_compat.vllm_v1.step.translate_in import sampling_of
 
     bad_words, stop = asked.pop("bad_words", None), asked.pop("stop", ())
     params = SamplingParams(**asked)
@@ -478,3 +486,104 @@ def test_a_step_taken_back_is_followed_by_what_followed_before(decoding: Adapter
 def test_an_empty_step_ends_a_chain(decoding: Adapter) -> None:
     decoding.step({}, cached={})
     assert not isinstance(decoding.step(WORK, cached=decode(1)).scheduled, NextDecode)
+
+
+# What features say of a step, and drafts.
+
+
+class Drafts(ActiveFeature):
+    """Takes up to two drafts."""
+
+    name = "drafts"
+    max_drafts = 2
+
+    def plan_extra(self, scheduler_output: Any) -> object | None:
+        return scheduler_output.scheduled_spec_decode_tokens or None
+
+
+class Adapters(ActiveFeature):
+    """Tells of each request's adapter, and of each step's number."""
+
+    name = "adapters"
+
+    def __init__(self) -> None:
+        self.num_steps = 0
+
+    def arrival_extra(self, request: Any) -> object | None:
+        return (request.sampling_params.extra_args or {}).get("adapter")
+
+    def plan_extra(self, scheduler_output: Any) -> object | None:
+        self.num_steps += 1
+        return self.num_steps
+
+
+@pytest.fixture
+def drafting() -> Adapter:
+    """An adapter whose requests "a" and "b" have drawn a token."""
+    adapter = Adapter(features=ActiveFeatures([Drafts()]))
+    adapter.step({"a": 2, "b": 3}, new=[new("a", [5, 6]), new("b", [5, 6, 7])])
+    return adapter
+
+
+def test_drafts_that_no_feature_takes_are_refused_by_name(adapter: Adapter) -> None:
+    adapter.step({"a": 2}, new=[new("a", [5, 6])])
+    last = adapter.ledger.last_decode
+    with pytest.raises(ProtocolError, match=r"drafts of \['a'\], and no feature .* takes drafts"):
+        adapter.step({"a": 3}, cached={"a": Cached(2, 1)}, drafts={"a": [8, 9]})
+    assert adapter.ledger.last_decode is last
+    assert rows(adapter.step({"a": 1}, cached={"a": Cached(2, 1)})) == [("a", 1, 2, 3)]
+
+
+def test_drafts_run_behind_the_known_tokens_and_are_none_of_them(drafting: Adapter) -> None:
+    cached = {"a": Cached(2, 1), "b": Cached(3, 1)}
+    plan = drafting.step({"a": 3, "b": 1}, cached=cached, drafts={"a": [8, 9]})
+    assert rows(plan) == [("a", 3, 2, 3), ("b", 1, 3, 4)]
+    assert plan.extras == {"drafts": {"a": [8, 9]}}
+
+
+def test_no_step_goes_on_from_one_with_drafts_or_to_one(drafting: Adapter) -> None:
+    def step(computed: tuple[int, int], outputs: tuple[int, int], num_drafts: int) -> StepPlan:
+        cached = {
+            name: Cached(*both)
+            for name, both in zip("ab", zip(computed, outputs, strict=True), strict=True)
+        }
+        drafts = {"a": [8, 9][:num_drafts]} if num_drafts else {}
+        return drafting.step({"a": 1 + num_drafts, "b": 1}, cached=cached, drafts=drafts)
+
+    assert not isinstance(step((2, 3), (1, 1), 0).scheduled, NextDecode)
+    assert isinstance(step((3, 4), (2, 2), 0).scheduled, NextDecode)
+    assert not isinstance(step((4, 5), (3, 3), 2).scheduled, NextDecode)
+    assert drafting.ledger.last_decode is None
+    # One of two drafts was accepted: two tokens came of the step.
+    assert not isinstance(step((6, 6), (5, 4), 0).scheduled, NextDecode)
+    assert isinstance(step((7, 7), (6, 5), 0).scheduled, NextDecode)
+
+
+def test_drafts_that_are_not_what_their_request_runs_are_refused(drafting: Adapter) -> None:
+    cached = {"a": Cached(2, 1), "b": Cached(3, 1)}
+    with pytest.raises(ProtocolError, match=r"'a' runs 1 tokens behind .* schedules 2 drafts"):
+        drafting.step({"a": 2, "b": 1}, cached=cached, drafts={"a": [8, 9]})
+    with pytest.raises(ProtocolError, match=r"'b' runs 1 tokens behind .* schedules 0 drafts"):
+        drafting.step({"a": 3, "b": 2}, cached=cached, drafts={"a": [8, 9]})
+
+
+def test_extras_of_a_request_come_with_each_arrival_and_of_a_step_with_each_step() -> None:
+    adapter = Adapter(features=ActiveFeatures([Adapters()]))
+    told = new("a", [5, 6], extra_args={"adapter": "x"})
+    first = adapter.step({"a": 2, "b": 1}, new=[told, new("b", [5])])
+    assert [arrival.extras for arrival in first.arrivals] == [{"adapters": "x"}, {}]
+    cached = {"a": Cached(2, 1), "b": Cached(1, 1)}
+    second = adapter.step({"a": 1, "b": 1}, cached=cached)
+    third = adapter.step({"a": 1, "b": 1}, cached={"a": Cached(3, 2), "b": Cached(2, 2)})
+    assert isinstance(third.scheduled, NextDecode)
+    assert [plan.extras for plan in (first, second, third)] == [
+        {"adapters": number} for number in (1, 2, 3)
+    ]
+    resumed = {"a": Cached(0, 3, ([4],), resumed=True, all_token_ids=[5, 6, 40, 41, 42])}
+    fourth = adapter.step({"a": 5}, cached=resumed, preempted=["a"])
+    assert [arrival.extras for arrival in fourth.arrivals] == [{"adapters": "x"}]
+
+
+def test_without_features_nobody_is_told_anything(adapter: Adapter) -> None:
+    plan = adapter.step({"a": 2}, new=[new("a", [5, 6])])
+    assert plan.extras == plan.arrivals[0].extras == {}

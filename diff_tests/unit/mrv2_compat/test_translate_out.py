@@ -16,7 +16,7 @@ RANKS = np.array([1, 2, 3], dtype=np.int32)
 
 
 def translated(output: RunnerOutput) -> Any:
-    from mrv2_compat.vllm_v1.translate_out import model_runner_output
+    from mrv2_compat.vllm_v1.step.translate_out import model_runner_output
 
     return model_runner_output(output)
 
@@ -27,7 +27,8 @@ def output(logprobs: Logprobs | None) -> RunnerOutput:
         req_ids=["a", "b", "c"],
         token_ids=[[40], [], [41, 42]],
         logprobs=logprobs,
-        cu_num_logits=np.array([0, 1, 1, 3], dtype=np.int32),
+        cu_num_sampled=np.array([0, 1, 1, 3], dtype=np.int32),
+        batch_id=0,
     )
 
 
@@ -51,7 +52,7 @@ def test_a_requests_logprobs_are_found_behind_one_that_drew_nothing() -> None:
 
 
 def test_an_output_in_flight_waits_once_it_is_asked_for() -> None:
-    from mrv2_compat.vllm_v1.translate_out import AsyncOutput, BatchIndices
+    from mrv2_compat.vllm_v1.step.translate_out import AsyncOutput, BatchIndices
 
     class Pending:
         waited = 0
@@ -61,7 +62,7 @@ def test_an_output_in_flight_waits_once_it_is_asked_for() -> None:
             return output(None)
 
     pending: Any = Pending()
-    result = AsyncOutput(pending, {}, BatchIndices())
+    result = AsyncOutput(pending, BatchIndices())
     assert pending.waited == 0
     assert result.get_output().sampled_token_ids == [[40], [], [41, 42]]
     assert pending.waited == 1
@@ -69,12 +70,7 @@ def test_an_output_in_flight_waits_once_it_is_asked_for() -> None:
 
 
 def test_a_request_that_failed_draws_nothing_and_the_others_what_they_drew() -> None:
-    from mrv2_compat.vllm_v1.translate_out import (
-        AsyncOutput,
-        BatchIndices,
-        OutputWithFailures,
-        with_failures,
-    )
+    from mrv2_compat.vllm_v1.features.failures import OutputWithFailures, with_failures
 
     whole = translated(output(Logprobs(token_ids=IDS, values=VALUES, ranks=RANKS)))
     whole.prompt_logprobs_dict = {"a": None, "b": None}
@@ -87,20 +83,48 @@ def test_a_request_that_failed_draws_nothing_and_the_others_what_they_drew() -> 
     assert (cut.logprobs, cut.prompt_logprobs_dict) == (whole.logprobs, {"b": None})
     assert whole.sampled_token_ids == [[40], [], [41, 42]]
 
+
+def test_what_features_have_to_say_is_added_to_an_output_now_or_later() -> None:
+    from mrv2_compat.vllm_v1.features.active import ActiveFeatures
+    from mrv2_compat.vllm_v1.features.feature import ActiveFeature
+    from mrv2_compat.vllm_v1.step.translate_out import (
+        AsyncOutput,
+        BatchIndices,
+        model_runner_output,
+    )
+
+    class Counts(ActiveFeature):
+        name = "counts"
+
+        def add_to(self, output: Any, given: object | None) -> Any:
+            output.num_nans_in_logits = given
+            return output
+
+    features = ActiveFeatures([Counts()])
+    said = dataclasses.replace(output(None), extras={"counts": {"a": 3}, "another": 1})
+    assert model_runner_output(said, None, features).num_nans_in_logits == {"a": 3}
+    assert model_runner_output(output(None), None, features).num_nans_in_logits is None
+
     class Pending:
         def wait(self) -> RunnerOutput:
-            return output(None)
+            return said
 
     pending: Any = Pending()
-    late: Any = AsyncOutput(pending, {"c": "it raised"}, BatchIndices()).get_output()
-    assert (late.sampled_token_ids, late.failures) == ([[40], [], []], {"c": "it raised"})
+    late = AsyncOutput(pending, BatchIndices(), features).get_output()
+    assert late.num_nans_in_logits == {"a": 3}
 
 
 def test_prompt_logprobs_become_tensors_by_request() -> None:
     scores = Logprobs(token_ids=IDS, values=VALUES, ranks=RANKS)
     empty = Logprobs(token_ids=IDS[:0], values=VALUES[:0], ranks=RANKS[:0])
-    given = dataclasses.replace(output(None), prompt_logprobs={"a": scores, "c": empty})
-    result = translated(given).prompt_logprobs_dict
+    from mrv2_compat.vllm_v1.features.active import ActiveFeatures
+    from mrv2_compat.vllm_v1.features.prompt_logprobs import ActivePromptLogprobs
+    from mrv2_compat.vllm_v1.step.translate_out import model_runner_output
+
+    features = ActiveFeatures([ActivePromptLogprobs(vocab_size=50)])
+    extras = {"prompt_logprobs": {"a": scores, "c": empty}}
+    given = dataclasses.replace(output(None), extras=extras)
+    result = model_runner_output(given, None, features).prompt_logprobs_dict
     assert list(result) == ["a", "c"]
     # vLLM's LogprobsProcessor unpacks and reads them like this.
     token_ids, values, ranks, *_ = result["a"]
@@ -111,12 +135,19 @@ def test_prompt_logprobs_become_tensors_by_request() -> None:
 
 
 def test_a_batch_that_goes_on_keeps_its_indices() -> None:
-    from mrv2_compat.vllm_v1.translate_out import BatchIndices
+    from mrv2_compat.vllm_v1.step.translate_out import BatchIndices
 
     indices = BatchIndices()
-    names = ["b", "a"]
-    first = indices.of(names)
+    first = indices.of(7, ["b", "a"])
     assert first == {"b": 0, "a": 1}
-    assert indices.of(names) is first
-    assert indices.of(["a"]) == {"a": 0}
-    assert indices.of(["b", "a"]) == first
+    assert indices.of(7, ["b", "a"]) is first
+    assert indices.of(8, ["a"]) == {"a": 0}
+    assert indices.of(7, ["b", "a"]) == first
+
+
+def test_a_batch_without_an_id_is_the_same_as_no_other() -> None:
+    from mrv2_compat.vllm_v1.step.translate_out import BatchIndices
+
+    indices = BatchIndices()
+    assert indices.of(0, ["b", "a"]) == {"b": 0, "a": 1}
+    assert indices.of(0, ["a"]) == {"a": 0}

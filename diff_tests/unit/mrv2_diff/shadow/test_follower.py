@@ -30,7 +30,7 @@ class FakeRunner:
     def __init__(self, trace: DrawTrace) -> None:
         self.trace = trace
         self.steps: list[Any] = []
-        self.forced: list[list[int] | None] = []
+        self.forced: list[list[list[int]] | None] = []
         self.grammars: list[Any] = []
         self.known: dict[str, int] = {}
         self.blocks: dict[str, list[int]] = {}
@@ -123,7 +123,7 @@ def test_v1s_tokens_are_committed_and_one_difference_is_one_finding(
     assert [finding["v1_token"] for finding in first.findings] == [9]
     assert first.findings[0]["position"] == 6
     assert second == Done(num_slices=1, compared_tokens=1)
-    assert runner.forced == [[9], [1]]
+    assert runner.forced == [[[9]], [[1]]]
     assert runner.run == [{"a": 6}, {"a": 1}]
 
 
@@ -131,7 +131,7 @@ def test_chunks_are_v1s(follower: Follower, runner: FakeRunner) -> None:
     follower.run(part(("a", 0, 5, None), arrived=[arrived("a", 7)]))
     follower.run(part(("a", 5, 7, 1)))
     assert runner.run == [{"a": 5}, {"a": 2}]
-    assert runner.forced == [[], [1]]
+    assert runner.forced == [[[]], [[1]]]
 
 
 def test_a_prefix_hit_is_computed_before_in_steps_that_fit(
@@ -141,7 +141,7 @@ def test_a_prefix_hit_is_computed_before_in_steps_that_fit(
     done = follower.run(part(("b", 3, 4, 1), ("a", 12, 15, 1), arrived=[arrived("a", 15)]))
     assert done == Done(num_slices=1, compared_tokens=2)
     assert runner.run == [{"b": 3}, {"a": 8}, {"a": 4}, {"b": 1, "a": 3}]
-    assert runner.forced == [[1], None, None, [1, 1]]
+    assert runner.forced == [[[1]], None, None, [[1], [1]]]
 
 
 def test_a_preempted_request_is_computed_again_in_other_blocks(

@@ -11,7 +11,7 @@ import pytest
 
 from mrv2.errors import ConfigError
 from mrv2_compat import selection as sel
-from mrv2_compat.doors import RUNNER_VAR
+from mrv2_compat.entry_points import RUNNER_VAR
 from mrv2_diff.shadow.choice import ShadowChoice, register
 from mrv2_diff.shadow.counters import COUNTERS, Collector, Counters, read_all
 from mrv2_diff.shadow.settings import Settings, check_file, read_settings

@@ -8,11 +8,16 @@ import torch
 from torch import Tensor
 from vllm.config import VllmConfig, get_layers_from_vllm_config
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
-from vllm.v1.attention.backend import CommonAttentionMetadata
+from vllm.v1.attention.backend import AttentionCGSupport, CommonAttentionMetadata
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, UniformTypeKVCacheSpecs
 from vllm.v1.worker.utils import AttentionGroup, prepare_kernel_block_sizes
 
 from mrv2.batch.inputs import InputBatch
+from mrv2.ports import AttentionPlanner, Captures
+
+READ_ANY_ORDER = frozenset({"CPU_ATTN", "FLASH_ATTN", "TRITON_ATTN"})
+"""Backends whose kernels take queries of all lengths side by side. What their builders say of an
+order, if anything, is for speed; without it nothing moves a request inside the batch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,17 +31,25 @@ class VllmAttention:
     slots: dict[str, Tensor] | None
 
 
-class VllmAttentionPlanner:
+class VllmAttentionPlanner(AttentionPlanner):
     """Builds attention metadata for every layer, one builder call for each group of alike layers.
+
+    What may be captured, and whether decodes come first, is what the builders say.
 
     Args:
         groups: Attention groups of each KV group, their builders made.
         kv_cache_config: Names the layers of each KV group.
+        vllm_config: Decides with a builder how much of a step it can be captured in.
     """
 
     def __init__(
-        self, groups: Sequence[Sequence[AttentionGroup]], kv_cache_config: KVCacheConfig
+        self,
+        groups: Sequence[Sequence[AttentionGroup]],
+        kv_cache_config: KVCacheConfig,
+        vllm_config: VllmConfig,
     ) -> None:
+        self.captures = captures_of(groups, vllm_config)
+        self.decode_threshold = decode_threshold_of(groups)
         self._groups = groups
         self._layer_names = [group.layer_names for group in kv_cache_config.kv_cache_groups]
 
@@ -67,6 +80,34 @@ class VllmAttentionPlanner:
                 metadata.update(dict.fromkeys(group.layer_names, group.build_metadata(common)))
             slots.update(dict.fromkeys(layer_names, batch.slots[index]))
         return VllmAttention(metadata, slots)
+
+
+def captures_of(groups: Sequence[Sequence[AttentionGroup]], vllm_config: VllmConfig) -> Captures:
+    """Return how much of a step the backends can be captured in.
+
+    Which steps that is, decodes alone or those with prompts, too, is decided with the sizes.
+    """
+    support = (
+        group.backend.get_builder_cls().get_cudagraph_support(vllm_config, group.kv_cache_spec)
+        for kv_group in groups
+        for group in kv_group
+    )
+    never = any(level == AttentionCGSupport.NEVER for level in support)
+    return Captures.FORWARD if never else Captures.WHOLE
+
+
+def decode_threshold_of(groups: Sequence[Sequence[AttentionGroup]]) -> int | None:
+    """Return the longest query that counts as a decode, where a backend wants decodes first.
+
+    Of several the least, since each can do with less. None where no backend wants an order.
+    """
+    wanted = [
+        group.get_metadata_builder().reorder_batch_threshold
+        for kv_group in groups
+        for group in kv_group
+        if group.backend.get_name() not in READ_ANY_ORDER
+    ]
+    return min((threshold for threshold in wanted if threshold is not None), default=None)
 
 
 def attention_groups(

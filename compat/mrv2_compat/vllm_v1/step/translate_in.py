@@ -7,8 +7,7 @@ arrives.
 """
 
 import hashlib
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import compress
 from operator import add
 
@@ -17,13 +16,18 @@ from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, Schedul
 
 from mrv2 import Arrival, Continuation, ProtocolError, Sampling, Scheduled, StepPlan
 from mrv2.errors import UnsupportedByRunner
-from mrv2_compat.vllm_v1.ledger import KnownRequest, LastDecode, RequestLedger
+from mrv2_compat.vllm_v1.features.active import NO_FEATURES, ActiveFeatures
 from mrv2_compat.vllm_v1.parameters import SHAPES_NOTHING, shaped, shaping
-from mrv2_compat.vllm_v1.refusals import asks_for_nothing_refused, request_refusals
+from mrv2_compat.vllm_v1.requests.refusals import asks_for_nothing_refused, request_refusals
+from mrv2_compat.vllm_v1.step.ledger import KnownRequest, LastDecode, RequestLedger
 
 
 def plan_step(
-    scheduler_output: SchedulerOutput, ledger: RequestLedger, engine_seed: int, vocab_size: int
+    scheduler_output: SchedulerOutput,
+    ledger: RequestLedger,
+    engine_seed: int,
+    vocab_size: int,
+    features: ActiveFeatures = NO_FEATURES,
 ) -> StepPlan:
     """Translate one step and keep the ledger.
 
@@ -32,10 +36,12 @@ def plan_step(
         ledger: Updated with the requests that are new or finished.
         engine_seed: Seed of the engine, from which requests without a seed of their own get theirs.
         vocab_size: Width of the logits.
+        features: What extensions are told comes from them.
 
     Raises:
         ProtocolError: A request is scheduled that was never announced, or resumed without its
-            tokens, or the lists contradict each other.
+            tokens, or the lists contradict each other, or drafts are scheduled and no feature takes
+            any.
         UnsupportedByRunner: A new request asks for what the runner does not have, and was not
             checked where it entered. After either the ledger is as it was; `take_back_step` makes
             it so where the plan is refused later.
@@ -44,8 +50,8 @@ def plan_step(
     try:
         last = ledger.last_decode
         if last is not None and _goes_on(scheduler_output, last):
-            return _plan_next_decode(scheduler_output.scheduled_cached_reqs, last, ledger)
-        return _plan(scheduler_output, ledger, engine_seed, vocab_size)
+            return _plan_next_decode(scheduler_output, last, ledger, features)
+        return _plan(scheduler_output, ledger, engine_seed, vocab_size, features)
     except Exception:
         ledger.take_back_step()
         raise
@@ -71,6 +77,7 @@ def _goes_on(scheduler_output: SchedulerOutput, last: LastDecode) -> bool:
         and not scheduler_output.scheduled_new_reqs
         and not scheduler_output.finished_req_ids
         and not scheduler_output.preempted_req_ids
+        and not scheduler_output.scheduled_spec_decode_tokens
         and not cached.resumed_req_ids
         and cached.req_ids == last.scheduled.req_ids
         and list(num_scheduled) == cached.req_ids
@@ -80,23 +87,35 @@ def _goes_on(scheduler_output: SchedulerOutput, last: LastDecode) -> bool:
 
 
 def _plan_next_decode(
-    cached: CachedRequestData, last: LastDecode, ledger: RequestLedger
+    scheduler_output: SchedulerOutput,
+    last: LastDecode,
+    ledger: RequestLedger,
+    features: ActiveFeatures,
 ) -> StepPlan:
+    cached = scheduler_output.scheduled_cached_reqs
     scheduled, num_reqs = last.scheduled.next_decode(), len(cached.req_ids)
     ledger.last_decode = LastDecode(
         scheduled=scheduled, total_computed=last.total_computed + num_reqs
     )
-    return StepPlan(continuations=_continuations(cached), scheduled=scheduled)
+    return StepPlan(
+        continuations=_continuations(cached),
+        scheduled=scheduled,
+        extras=features.plan_extras(scheduler_output),
+    )
 
 
 def _plan(
-    scheduler_output: SchedulerOutput, ledger: RequestLedger, engine_seed: int, vocab_size: int
+    scheduler_output: SchedulerOutput,
+    ledger: RequestLedger,
+    engine_seed: int,
+    vocab_size: int,
+    features: ActiveFeatures,
 ) -> StepPlan:
     cached = scheduler_output.scheduled_cached_reqs
     new = scheduler_output.scheduled_new_reqs
     _require_equal_lists(cached)
     for request in new:
-        _require_support(request)
+        _require_support(request, features)
     for req_id in scheduler_output.finished_req_ids:
         ledger.forget(req_id)
     departed = (
@@ -105,22 +124,24 @@ def _plan(
         *cached.resumed_req_ids,
         *(request.req_id for request in new if request.req_id in ledger),
     )
-    arrivals = [_announce(request, ledger, engine_seed, vocab_size) for request in new]
+    arrivals = [_announce(request, ledger, engine_seed, vocab_size, features) for request in new]
     arrivals.extend(_resume(cached, ledger))
     scheduled = _scheduled(scheduler_output, ledger)
+    _require_drafts(scheduled, scheduler_output.scheduled_spec_decode_tokens, features)
     ledger.last_decode = None if arrivals else _decode(scheduled)
     return StepPlan(
         departed=departed,
         arrivals=tuple(arrivals),
         continuations=_continuations(cached),
         scheduled=scheduled,
+        extras=features.plan_extras(scheduler_output),
     )
 
 
 def _decode(scheduled: Scheduled) -> LastDecode | None:
     """Return what the next step is compared with; None for a step that is no plain decode.
 
-    The sums are exact: no request can run a token that is not known.
+    The sums are exact: where each request runs one token, none runs one that is not known.
     """
     num_reqs = len(scheduled.req_ids)
     if not num_reqs or scheduled.num_tokens.count(1) != num_reqs:
@@ -160,33 +181,65 @@ def _require_equal_lists(cached: CachedRequestData) -> None:
         raise ProtocolError(f"{num_reqs} requests go on, with lists of {lengths} entries")
 
 
-def _require_support(request: NewRequestData) -> None:
-    """Refuse what slipped past the check at the entrance: ignoring it would give wrong tokens."""
+def _require_drafts(
+    scheduled: Scheduled, drafts: Mapping[str, Sequence[int]], features: ActiveFeatures
+) -> None:
+    """Refuse drafts that nobody takes, and those that are not what their request runs.
+
+    A request runs its drafts behind its known tokens, so the two must be as many.
+    """
+    if not features.max_drafts:
+        if drafts:
+            raise ProtocolError(
+                f"vLLM schedules drafts of {sorted(drafts)}, and no feature of this engine takes "
+                "drafts: leave speculative decoding out"
+            )
+        return
+    for req_id, computed, num_tokens, known in zip(
+        scheduled.req_ids,
+        scheduled.num_computed_tokens,
+        scheduled.num_tokens,
+        scheduled.num_known_tokens,
+        strict=True,
+    ):
+        num_behind, num_drafts = max(computed + num_tokens - known, 0), len(drafts.get(req_id, ()))
+        if num_behind != num_drafts:
+            raise ProtocolError(
+                f"request {req_id!r} runs {num_behind} tokens behind its known ones, and vLLM "
+                f"schedules {num_drafts} drafts of it"
+            )
+
+
+def _require_support(request: NewRequestData, features: ActiveFeatures) -> None:
+    """Refuse what slipped past the check of requests: ignoring it would give wrong tokens."""
     params = request.sampling_params
     if params is None or asks_for_nothing_refused(params):  # `_announce` says what None is
         return
-    reasons = request_refusals(params)
+    reasons = request_refusals(params, lifted=features.lifted)
     if reasons:
         raise UnsupportedByRunner([f"request {request.req_id!r}: {reason}" for reason in reasons])
 
 
 def _announce(
-    request: NewRequestData, ledger: RequestLedger, engine_seed: int, vocab_size: int
+    request: NewRequestData,
+    ledger: RequestLedger,
+    engine_seed: int,
+    vocab_size: int,
+    features: ActiveFeatures,
 ) -> Arrival:
     if request.prompt_token_ids is None or request.sampling_params is None:
         raise ProtocolError(
             f"request {request.req_id!r} has no prompt token ids or no sampling parameters"
         )
     params = request.sampling_params
-    sampling = sampling_of(params, engine_seed, ledger.num_announced, vocab_size)
-    if request.req_id in ledger:
-        # A session's next turn: as in V1, prompt logprobs are those of its first one.
-        sampling = replace(sampling, num_prompt_logprobs=None)
+    sampling = features.sampling(
+        sampling_of(params, engine_seed, ledger.num_announced, vocab_size),
+        goes_on=request.req_id in ledger,
+    )
+    extras = features.arrival_extras(request)
     ledger.announce(
         request.req_id,
-        KnownRequest(
-            prompt_len=len(request.prompt_token_ids), sampling=sampling, sampling_params=params
-        ),
+        KnownRequest(prompt_len=len(request.prompt_token_ids), sampling=sampling, extras=extras),
     )
     return Arrival(
         req_id=request.req_id,
@@ -195,6 +248,7 @@ def _announce(
         num_computed_tokens=request.num_computed_tokens,
         block_ids=request.block_ids,
         sampling=sampling,
+        extras=extras,
     )
 
 
@@ -219,6 +273,7 @@ def _resume(cached: CachedRequestData, ledger: RequestLedger) -> Iterator[Arriva
             num_computed_tokens=num_computed_tokens,
             block_ids=block_ids,
             sampling=known.sampling,
+            extras=known.extras,
         )
 
 

@@ -6,7 +6,7 @@ from vllm.utils.platform_utils import is_uva_available
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from mrv2 import GraphSizes, RunnerConfig, ThinkingMarkers
-from mrv2_compat.vllm_v1.kv_cache import kv_groups
+from mrv2_compat.vllm_v1.host.kv_cache import kv_groups
 
 LARGEST_TABLE = 32 << 20
 """Bytes of the table of all tokens that may lie on the device. Reading a whole history over the
@@ -19,8 +19,17 @@ def runner_config(
     kv_cache_config: KVCacheConfig,
     device: torch.device,
     graphs: GraphSizes | None = None,
+    max_drafts: int = 0,
 ) -> RunnerConfig:
-    """Return the sizes of everything that the runner allocates, and captures."""
+    """Return the sizes of everything that the runner allocates, and captures.
+
+    Args:
+        vllm_config: The engine's.
+        kv_cache_config: The KV cache that there is.
+        device: Where the model runs.
+        graphs: What is captured; nothing by default.
+        max_drafts: Tokens that a request may run in one step behind its known ones.
+    """
     scheduler = vllm_config.scheduler_config
     return RunnerConfig(
         device=device,
@@ -32,6 +41,7 @@ def runner_config(
         logprobs_mode=vllm_config.model_config.logprobs_mode,
         thinking=thinking_markers(vllm_config),
         graphs=graphs or GraphSizes(),
+        max_drafts=max_drafts,
         maps_tokens=_maps_tokens(vllm_config, device),
     )
 

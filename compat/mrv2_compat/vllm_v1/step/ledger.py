@@ -8,14 +8,11 @@ The last step is remembered, too, where it was a plain decode: the scheduler rep
 the step that only goes on.
 """
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from mrv2 import NextDecode, ProtocolError, Sampling, Scheduled
-
-if TYPE_CHECKING:
-    from vllm.sampling_params import SamplingParams
+from mrv2_compat.vllm_v1.features.active import NO_EXTRAS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,8 +21,8 @@ class KnownRequest:
 
     prompt_len: int
     sampling: Sampling
-    sampling_params: "SamplingParams"
-    """vLLM's own parameters, which custom logits processors are shown."""
+    extras: Mapping[str, object] = field(default_factory=lambda: NO_EXTRAS)
+    """What extensions are told of the request, at every arrival."""
 
 
 @dataclass(slots=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""Parameters that vLLM lets through and nobody can honour are found where a request enters."""
+"""Parameters that vLLM lets through and nobody can honour are found before a request enters."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -24,12 +24,12 @@ class Letters:
 
 @pytest.fixture(autouse=True)
 def _tokenizer(monkeypatch: pytest.MonkeyPatch) -> None:
-    from mrv2_compat.vllm_v1 import entrance
+    from mrv2_compat.vllm_v1.requests import validation
 
     def of_engine(model_config: Any) -> Letters | None:
         return None if model_config.eos == "no tokenizer" else Letters(model_config.eos)
 
-    monkeypatch.setattr(entrance, "cached_tokenizer_from_config", of_engine)
+    monkeypatch.setattr(validation, "cached_tokenizer_from_config", of_engine)
 
 
 def engine(
@@ -49,7 +49,7 @@ def engine(
 def faults(*engines: Any, **asked: Any) -> list[str]:
     from vllm import SamplingParams
 
-    from mrv2_compat.vllm_v1.entrance import request_faults
+    from mrv2_compat.vllm_v1.requests.validation import request_faults
 
     return request_faults(SamplingParams(**asked), engines or [engine()])
 
@@ -132,7 +132,7 @@ def test_a_request_is_refused_only_if_no_engine_of_the_process_can_serve_it() ->
 def test_the_parameters_are_left_as_they_were() -> None:
     from vllm import SamplingParams
 
-    from mrv2_compat.vllm_v1.entrance import request_faults
+    from mrv2_compat.vllm_v1.requests.validation import request_faults
 
     params = SamplingParams(allowed_token_ids=[2], min_tokens=1)
     assert request_faults(params, [engine()])

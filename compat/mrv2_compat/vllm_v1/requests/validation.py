@@ -11,7 +11,7 @@ from typing import Any
 from vllm.tokenizers import cached_tokenizer_from_config
 
 from mrv2 import ConfigError, sampling_faults
-from mrv2_compat.vllm_v1.translate_in import sampling_of
+from mrv2_compat.vllm_v1.step.translate_in import sampling_of
 
 
 def request_faults(params: Any, vllm_configs: Iterable[Any]) -> list[str]:

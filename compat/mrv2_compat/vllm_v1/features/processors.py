@@ -1,4 +1,4 @@
-"""Custom logits processors that were written for V1's protocol.
+"""What custom logits processors do in a step, and the batch that they are shown.
 
 Such a processor keeps its own state of a dense batch and is told what changed: who was removed, who
 was added at which index, who moved. The runner has permanent rows and no such batch, so one is kept
@@ -15,8 +15,9 @@ new instance of it for each of them alone, which the protocol allows: it must be
 any output. They finish with an error, the processor is built again for the others, and these go on.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 
 import numpy as np
 import numpy.typing as npt
@@ -24,7 +25,6 @@ import torch
 from torch import Tensor
 from vllm.config import VllmConfig
 from vllm.logger import init_logger
-from vllm.sampling_params import SamplingParams
 from vllm.utils.torch_utils import PIN_MEMORY
 from vllm.v1.sample.logits_processor import (
     BUILTIN_LOGITS_PROCESSORS,
@@ -37,12 +37,16 @@ from mrv2 import (
     Arrival,
     LogitsStage,
     LogitsView,
+    PendingOutput,
     ProtocolError,
-    RunnerOutput,
     StageFactory,
     StageResources,
+    Step,
+    StepExtension,
+    StepPlan,
 )
-from mrv2_compat.vllm_v1.dense_batch import Member, batch_update
+from mrv2_compat.vllm_v1.features.custom_processors import NAME
+from mrv2_compat.vllm_v1.features.dense_batch import Member, batch_update
 
 logger = init_logger(f"vllm.{__name__}")  # a child of vLLM's: no other has a handler
 
@@ -60,66 +64,68 @@ class _Processor:
         return f"{type(self.instance).__module__}.{type(self.instance).__qualname__}"
 
 
-class CustomProcessors:
+class CustomProcessors(StepExtension):
     """All custom processors of an engine, and the requests of the step that they act on.
+
+    As an extension of the core they learn which request is in which row, and what each step
+    commits; as stages they rewrite logits. An arrival's extra is the request's SamplingParams.
 
     Args:
         processors: New instances, in the order in which they act.
         make: Makes another instance of a processor's class.
-        params_of: vLLM's sampling parameters of a live request, by id.
     """
+
+    name = NAME
+    takes_extras = True
 
     def __init__(
         self,
         processors: Sequence[LogitsProcessor],
         make: Callable[[type[LogitsProcessor]], LogitsProcessor],
-        params_of: Callable[[str], SamplingParams],
     ) -> None:
         self._reshaping: list[_Processor] = []
         self._narrowing: list[_Processor] = []
         for instance in processors:
             group = self._narrowing if instance.is_argmax_invariant() else self._reshaping
             group.append(_Processor(make=_maker(make, type(instance)), instance=instance))
-        self._params_of = params_of
         self._members: dict[int, Member] = {}
         self._step: list[Member] = []
         self._view: LogitsView | None = None
-        self._drawn: list[tuple[list[Member], Callable[[], Sequence[int]]]] = []
+        self._drawn: list[tuple[list[Member], PendingOutput]] = []
         self._failures: dict[str, str] = {}
+        self.last_failures: Mapping[str, str] = {}
+        """Why requests failed in the step that was sampled last, by id."""
 
     @property
     def reshaping(self) -> tuple[StageFactory, ...]:
         """The stages of processors that may change the likeliest token: one, or none."""
-        return self._stages(self._reshaping, owns_rows=True)
+        return self._stages(self._reshaping)
 
     @property
     def narrowing(self) -> tuple[StageFactory, ...]:
         """The stages of processors that never do: one, or none."""
-        return self._stages(self._narrowing, owns_rows=not self._reshaping)
+        return self._stages(self._narrowing)
 
-    def expect(self, output: Callable[[], RunnerOutput], forced: Sequence[int] | None) -> None:
-        """Take note of what a step that was just sampled draws.
+    # What the core calls.
 
-        Args:
-            output: Returns the output; called when the next step needs it.
-            forced: What was committed in place of the drawn tokens, one for each logit.
+    def check(self, plan: StepPlan) -> None:
+        """Refuse a request of which nobody said what processors are to be shown.
+
+        Raises:
+            ProtocolError: An arrival has no extra.
         """
-        step, self._step = self._step, []
-        if step:
-            self._drawn.append((step, lambda: _flat(output()) if forced is None else forced))
-
-    def take_failures(self) -> dict[str, str]:
-        """Return why requests failed since the last call, by id."""
-        failures, self._failures = self._failures, {}
-        return failures
-
-    # What the stages call.
+        for arrival in plan.arrivals:
+            if NAME not in arrival.extras:
+                raise ProtocolError(
+                    f"request {arrival.req_id!r} arrives without its SamplingParams in "
+                    f"extras[{NAME!r}], which logits processors are shown"
+                )
 
     def admit(self, row: int, arrival: Arrival) -> None:
         """Take a request into a row, with the outputs that it brings."""
         self._members[row] = Member(
             req_id=arrival.req_id,
-            params=self._params_of(arrival.req_id),
+            params=arrival.extras[NAME],
             prompt=arrival.token_ids[: arrival.prompt_len],
             outputs=arrival.token_ids[arrival.prompt_len :],
         )
@@ -127,6 +133,20 @@ class CustomProcessors:
     def evict(self, row: int) -> None:
         """Forget a row. Processors are told when the next step is sampled."""
         self._members.pop(row, None)
+
+    def outputs(self, step: Step) -> Callable[[], object]:
+        """Return what gives the failures of the step, by id: they are known once it was sampled."""
+        failures = self._failures
+        return lambda: failures
+
+    def after_sample(self, step: Step, pending: PendingOutput) -> None:
+        """Take note of the output: the next step's processors are shown what this one commits."""
+        self.last_failures, self._failures = self._failures, {}
+        drawing, self._step, self._view = self._step, [], None
+        if drawing:
+            self._drawn.append((drawing, pending))
+
+    # What the stages call.
 
     def apply(self, processors: Sequence[_Processor], logits: Tensor, view: LogitsView) -> None:
         """Let processors rewrite the logits, [num_logits, vocab_size] float32, in place."""
@@ -142,12 +162,12 @@ class CustomProcessors:
                 self._apply_one(processor, shown)
                 logits[index] = shown
 
-    def _stages(self, group: list[_Processor], *, owns_rows: bool) -> tuple[StageFactory, ...]:
+    def _stages(self, group: list[_Processor]) -> tuple[StageFactory, ...]:
         if not group:
             return ()
 
         def stage(resources: StageResources) -> CustomStage:
-            return CustomStage(self, group, owns_rows=owns_rows)
+            return CustomStage(self, group)
 
         return (stage,)
 
@@ -156,8 +176,9 @@ class CustomProcessors:
         if view is self._view:
             return
         self._view = view
-        for step, tokens in self._drawn:
-            for member, token_id in zip(step, tokens(), strict=True):
+        for drawing, pending in self._drawn:
+            committed = chain.from_iterable(pending.committed())
+            for member, token_id in zip(drawing, committed, strict=True):
                 member.outputs.append(token_id)
         self._drawn.clear()
         self._step = [self._members[row] for row in view.rows_np.tolist()]
@@ -280,27 +301,19 @@ class CustomStage(LogitsStage):
     Args:
         processors: The engine's.
         group: Those that act here.
-        owns_rows: Whether this stage hands the rows' events on: one of two does.
     """
 
     takes_plain = True
 
-    def __init__(
-        self, processors: CustomProcessors, group: Sequence[_Processor], *, owns_rows: bool
-    ) -> None:
+    def __init__(self, processors: CustomProcessors, group: Sequence[_Processor]) -> None:
         self._processors = processors
         self._group = group
-        self._owns_rows = owns_rows
 
     def admit(self, row: int, arrival: Arrival) -> None:
-        """Take a request into a row."""
-        if self._owns_rows:
-            self._processors.admit(row, arrival)
+        """Nothing: the extension keeps the rows."""
 
     def evict(self, row: int) -> None:
-        """Forget a row."""
-        if self._owns_rows:
-            self._processors.evict(row)
+        """Nothing: the extension keeps the rows."""
 
     def flush(self) -> None:
         """Nothing: the processors' state is theirs."""
@@ -315,14 +328,13 @@ class CustomStage(LogitsStage):
 
 
 def load_custom_processors(
-    vllm_config: VllmConfig, device: torch.device, params_of: Callable[[str], SamplingParams]
+    vllm_config: VllmConfig, device: torch.device
 ) -> CustomProcessors | None:
     """Load the processors that V1 would load, but for its own three, which are stages here.
 
     Args:
         vllm_config: Its model_config names some; others are installed as plugins of vLLM.
         device: Handed to them.
-        params_of: vLLM's sampling parameters of a live request, by id.
 
     Returns:
         None if there are none.
@@ -338,14 +350,10 @@ def load_custom_processors(
     def make(kind: type[LogitsProcessor]) -> LogitsProcessor:
         return kind(vllm_config, device, PIN_MEMORY)
 
-    return CustomProcessors(custom, make, params_of)
+    return CustomProcessors(custom, make)
 
 
 def _maker(
     make: Callable[[type[LogitsProcessor]], LogitsProcessor], kind: type[LogitsProcessor]
 ) -> Callable[[], LogitsProcessor]:
     return lambda: make(kind)
-
-
-def _flat(output: RunnerOutput) -> list[int]:
-    return [token_id for tokens in output.token_ids for token_id in tokens]

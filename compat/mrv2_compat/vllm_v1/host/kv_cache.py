@@ -11,7 +11,6 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import (
     AttentionSpec,
     KVCacheConfig,
-    KVCacheGroupSpec,
     KVCacheSpec,
 )
 from vllm.v1.worker.block_table import get_block_table_width
@@ -39,26 +38,6 @@ def kv_cache_spec(vllm_config: VllmConfig) -> dict[str, KVCacheSpec]:
         if spec is not None:
             specs[name] = spec
     return specs
-
-
-def kv_cache_groups(
-    vllm_config: VllmConfig, specs: dict[str, KVCacheSpec]
-) -> list[KVCacheGroupSpec]:
-    """Return the KV groups that vLLM makes of what its layers store.
-
-    Args:
-        vllm_config: The engine's.
-        specs: What each layer stores, by name.
-    """
-    try:
-        from vllm.v1.core.kv_cache_config_builder import get_kv_cache_config_builder
-        from vllm.v1.core.kv_cache_planning import get_kv_cache_groups_from_builder
-    except ImportError:  # vLLM 0.32 has no builder
-        from vllm.v1.core.kv_cache_utils import get_kv_cache_groups
-
-        return list(get_kv_cache_groups(vllm_config, specs))
-    builder = get_kv_cache_config_builder(vllm_config)
-    return list(get_kv_cache_groups_from_builder(builder, vllm_config, specs))
 
 
 def kv_groups(kv_cache_config: KVCacheConfig, vllm_config: VllmConfig) -> tuple[KVGroup, ...]:

@@ -19,7 +19,7 @@ from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
 from vllm.v1.worker.utils import AttentionGroup
 
 from mrv2 import ConfigError, GraphSizes
-from mrv2_compat.vllm_v1.kv_cache import kv_cache_groups
+from mrv2_compat.vllm_v1 import versions
 
 # A child of vLLM's logger: no other has a handler.
 _logger = init_logger(f"vllm.{__name__}")
@@ -31,6 +31,7 @@ def graph_sizes(
     kv_cache_config: KVCacheConfig,
     *,
     is_profiling: bool,
+    max_drafts: int = 0,
 ) -> GraphSizes:
     """Resolve vLLM's CUDA graph mode for the attention backends, and return what it captures.
 
@@ -41,6 +42,7 @@ def graph_sizes(
         groups: Attention groups of each KV group.
         kv_cache_config: The KV cache that there is now.
         is_profiling: Whether this is the small cache that memory is profiled with.
+        max_drafts: Tokens that a request may run in one step behind its known ones.
 
     Raises:
         ConfigError: The backends cannot do what was asked for.
@@ -58,6 +60,7 @@ def graph_sizes(
         mode = compilation.resolve_cudagraph_mode_and_sizes(
             least,
             support[least],
+            uniform_decode_query_len=1 + max_drafts,
             use_v2_model_runner=False,
             kv_cache_config=kv_cache_config,
             max_num_reqs=scheduler.max_num_seqs,
@@ -125,32 +128,9 @@ def minimal_kv_cache(
         specs: What each layer stores, by name.
         num_blocks: Blocks of each group.
     """
-    try:
-        from vllm.v1.core.kv_cache_config_builder import get_kv_cache_config_builder
-    except ImportError:  # vLLM 0.32 has no builder
-        return _minimal_kv_cache_of_utils(vllm_config, specs, num_blocks)
-    builder = get_kv_cache_config_builder(vllm_config)
-    groups = kv_cache_groups(vllm_config, specs)
-    config: KVCacheConfig = builder.get_kv_cache_config_from_groups(
-        vllm_config, groups, num_blocks=num_blocks
+    config: KVCacheConfig = versions.kv_cache_config(
+        vllm_config, versions.kv_cache_groups(vllm_config, specs), num_blocks
     )
-    return config
-
-
-def _minimal_kv_cache_of_utils(
-    vllm_config: VllmConfig, specs: dict[str, KVCacheSpec], num_blocks: int
-) -> KVCacheConfig:
-    from vllm.v1.core.kv_cache_utils import get_kv_cache_config_from_groups
-
-    cache = vllm_config.cache_config
-    asked = cache.num_gpu_blocks_override
-    cache.num_gpu_blocks_override = num_blocks
-    try:
-        config: KVCacheConfig = get_kv_cache_config_from_groups(
-            vllm_config, kv_cache_groups(vllm_config, specs), available_memory=0
-        )
-    finally:
-        cache.num_gpu_blocks_override = asked
     return config
 
 

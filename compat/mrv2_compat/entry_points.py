@@ -1,4 +1,4 @@
-"""Whether vLLM opens the doors by which it finds this project.
+"""Whether vLLM loads the entry points by which it finds this project.
 
 vLLM loads both of our entry points, or neither where `VLLM_PLUGINS` does not name them; then none
 of our code would run inside vLLM, and `MRV2_RUNNER` would be ignored without a word. So there is a
@@ -22,9 +22,9 @@ OUR_ENTRY_POINTS = {
 
 
 def on_torch_import() -> None:
-    """Stop a process in which a set `MRV2_RUNNER` would be ignored, because both doors are shut.
+    """Stop a process in which vLLM loads neither entry point and a set `MRV2_RUNNER` cannot act.
 
-    With one of them open, what stands behind it says more.
+    Where it loads one of them, the function behind that one says more.
 
     Raises:
         RuntimeError: `VLLM_PLUGINS` hides both entry points. Torch shows it as the cause of its

@@ -9,12 +9,15 @@ The tables are checked against the installed vLLM by `guards/test_surface.py`: e
 exist, and every field of SamplingParams and section of VllmConfig must have its place.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
 from operator import attrgetter
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from mrv2_compat.vllm_v1.features.feature import Feature
 
 from mrv2_compat.vllm_v1.parameters import SERVED
 
@@ -272,6 +275,8 @@ _refusable = attrgetter(*(rule.path for rule in REQUEST_RULES))
 _NOTHING_REFUSED = tuple((None, None, watermarking, 0, None) for watermarking in (None, False))
 """Their values in almost every request."""
 
+_INPUT_PATH = "engine_input."
+"""What the path of an input's type begins with, where a feature lifts its refusal."""
 _INPUT_REFUSALS: dict[str, str] = {
     "embeds": "prompt embeddings",
     "multimodal": "multimodal inputs",
@@ -279,13 +284,28 @@ _INPUT_REFUSALS: dict[str, str] = {
 }
 
 
-def config_refusals(vllm_config: Any) -> list[Refusal]:
+def lifted_rules(vllm_config: Any, features: "Iterable[Feature] | None" = None) -> frozenset[str]:
+    """Return the paths of the rules that features lift in an engine.
+
+    Args:
+        vllm_config: The engine's configuration.
+        features: Those of `features.registry.FEATURES` by default.
+    """
+    if features is None:
+        from mrv2_compat.vllm_v1.features.registry import FEATURES
+
+        features = FEATURES
+    return frozenset(path for feature in features for path in feature.lifts(vllm_config))
+
+
+def config_refusals(vllm_config: Any, features: "Iterable[Feature] | None" = None) -> list[Refusal]:
     """Return everything in a VllmConfig that the runner does not support.
 
     Args:
         vllm_config: vLLM's configuration, final: after the platform has changed it.
+        features: Those of `features.registry.FEATURES` by default.
     """
-    refusals = _apply(CONFIG_RULES, vllm_config)
+    refusals = _apply(CONFIG_RULES, vllm_config, lifted_rules(vllm_config, features))
     shared = getattr(vllm_config.model_config.hf_text_config, "num_kv_shared_layers", None)
     if shared:
         refusals.append(
@@ -351,27 +371,34 @@ def asks_for_nothing_refused(params: Any) -> bool:
     return _refusable(params) in _NOTHING_REFUSED
 
 
-def request_refusals(params: Any, engine_input: Mapping[str, Any] | None = None) -> list[Refusal]:
+def request_refusals(
+    params: Any,
+    engine_input: Mapping[str, Any] | None = None,
+    lifted: Collection[str] = (),
+) -> list[Refusal]:
     """Return everything in a request that the runner does not support.
 
     Args:
         params: vLLM's SamplingParams or PoolingParams.
         engine_input: The prompt as vLLM's renderer made it, where it is at hand.
+        lifted: Paths of rules that do not apply, as `lifted_rules` gives them.
     """
     refusals = []
     if not hasattr(params, "temperature"):
         refusals.append(Refusal("pooling", type(params).__name__, _ASK_LESS))
     else:
-        refusals += _apply(REQUEST_RULES, params)
+        refusals += _apply(REQUEST_RULES, params, lifted)
     kind = "token" if engine_input is None else engine_input["type"]
-    if kind in _INPUT_REFUSALS:
+    if kind in _INPUT_REFUSALS and _INPUT_PATH + kind not in lifted:
         refusals.append(Refusal(_INPUT_REFUSALS[kind], f"type={kind!r}", "send text or token ids"))
     return refusals
 
 
-def _apply(rules: Iterable[Rule], subject: Any) -> list[Refusal]:
+def _apply(rules: Iterable[Rule], subject: Any, lifted: Collection[str]) -> list[Refusal]:
     refusals = []
     for rule in rules:
+        if rule.path in lifted:
+            continue
         value = rule.resolve(subject)
         if not rule.accepts(value):
             name = rule.path.rpartition(".")[2]

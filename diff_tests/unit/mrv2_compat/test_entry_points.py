@@ -1,14 +1,14 @@
-"""The door that stays open where VLLM_PLUGINS hides the others, and what passes it unhindered."""
+"""The entry point that VLLM_PLUGINS cannot hide, and what it lets through."""
 
 import os
 import subprocess
 import sys
-from importlib.metadata import entry_points
+from importlib import metadata
 from pathlib import Path
 
 import pytest
 
-from mrv2_compat import doors
+from mrv2_compat import entry_points
 from mrv2_diff.drivers.variables import clean_environment
 
 HIDDEN = {"MRV2_RUNNER": "mrv2", "VLLM_PLUGINS": "other"}
@@ -48,28 +48,28 @@ def test_vllm_does_not_start_where_a_set_runner_would_be_ignored(value: str) -> 
         {"MRV2_RUNNER": "mrv2", "VLLM_PLUGINS": "other,mrv2"},
     ],
 )
-def test_nothing_is_said_where_a_door_is_open_or_nothing_is_set(
+def test_nothing_is_said_where_one_is_loaded_or_nothing_is_set(
     environ: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in HIDDEN:
         monkeypatch.delenv(name, raising=False)
     for name, value in environ.items():
         monkeypatch.setenv(name, value)
-    doors.on_torch_import()
+    entry_points.on_torch_import()
 
 
-def test_with_one_door_open_what_stands_behind_it_speaks(
+def test_where_one_is_loaded_the_function_behind_it_speaks(
     split_plugin: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "path", [str(split_plugin), *sys.path])
     monkeypatch.setenv("MRV2_RUNNER", "mrv2")
     monkeypatch.setenv("VLLM_PLUGINS", "mrv2_general")
-    doors.on_torch_import()
+    entry_points.on_torch_import()
 
 
 def test_a_program_that_imports_torch_pays_for_nothing_but_a_look() -> None:
     code = (
-        "import sys; before = set(sys.modules); import mrv2_compat.doors;"
+        "import sys; before = set(sys.modules); import mrv2_compat.entry_points;"
         "print({name.partition('.')[0] for name in set(sys.modules) - before}"
         " - sys.stdlib_module_names)"
     )
@@ -79,21 +79,21 @@ def test_a_program_that_imports_torch_pays_for_nothing_but_a_look() -> None:
 def test_torch_finds_the_door_as_installed() -> None:
     (name,) = {
         point.name
-        for point in entry_points(group="torch.backends")
-        if point.value == "mrv2_compat.doors:on_torch_import"
+        for point in metadata.entry_points(group="torch.backends")
+        if point.value == "mrv2_compat.entry_points:on_torch_import"
     }
     assert name == "mrv2-hidden-by-VLLM_PLUGINS"
 
 
 def test_both_entry_points_are_seen_as_installed() -> None:
-    assert doors.hidden_entry_points({}) == []
-    assert doors.hidden_entry_points({doors.PLUGINS_VAR: "other,mrv2"}) == []
+    assert entry_points.hidden_entry_points({}) == []
+    assert entry_points.hidden_entry_points({entry_points.PLUGINS_VAR: "other,mrv2"}) == []
 
 
 def test_one_hidden_entry_point_is_reported_alone(
     split_plugin: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "path", [str(split_plugin), *sys.path])
-    hidden = doors.hidden_entry_points({doors.PLUGINS_VAR: "mrv2_platform"})
+    hidden = entry_points.hidden_entry_points({entry_points.PLUGINS_VAR: "mrv2_platform"})
     assert len(hidden) == 1
     assert "vllm.general_plugins" in hidden[0]

@@ -1,0 +1,1 @@
+"""Whole features, one file each."""

@@ -1,0 +1,1 @@
+"""What the core needs of its host, over vLLM: model, attention, KV cache, graphs, sizes."""

@@ -1,0 +1,1 @@
+"""What is not supported, and what is wrong with a single request."""
