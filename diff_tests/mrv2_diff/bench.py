@@ -130,10 +130,26 @@ def watch_v1(worker: LockstepWorker) -> Stopwatch:
 def watch_mrv2(worker: LockstepWorker) -> Stopwatch:
     """Put a stopwatch around our phases."""
     core, watch = worker.candidate("mrv2").runner._core, Stopwatch()
-    _watch_module(watch, core._model.module)
-    core._attention.plan = watch.around("attention metadata", core._attention.plan)
-    core.sampler = watch.around("sampler", core.sampler)
+    _watch_module(watch, core._parts.model.module)
+    core._parts.attention.plan = watch.around("attention metadata", core._parts.attention.plan)
+    core.head.sampler = _Watched(core.head.sampler, watch)
     return watch
+
+
+class _Watched:
+    """A sampler whose call is timed; all else is its own."""
+
+    def __init__(self, sampler: Any, watch: Stopwatch) -> None:
+        self._sampler = sampler
+        self._call = watch.around("sampler", sampler)
+
+    def __call__(self, *args: Any) -> Any:
+        """Call the sampler."""
+        return self._call(*args)
+
+    def __getattr__(self, name: str) -> Any:
+        """Return the sampler's own."""
+        return getattr(self._sampler, name)
 
 
 def _watch_module(watch: Stopwatch, module: Any) -> None:

@@ -120,10 +120,8 @@ def _commit_step_reference(
         accepted = torch.minimum(num_sampled, num_logits).clamp_(min=0)
         progress = seq_lens - num_logits + accepted
     num_computed_tokens.index_copy_(0, row, progress)
-    if token_ids.shape[1] == 1:
-        position = progress.long()  # the token's own, or that of one that stays
-        kept = torch.where(accepted > 0, token_ids[:, 0], token_table[row, position])
-        token_table.index_put_((row, position), kept.to(torch.int32))
+    if token_ids.shape[1] == 1 and bool(accepted.all()):  # a decode, in few operations
+        token_table.index_put_((row, progress.long()), token_ids[:, 0].to(torch.int32))
         return
     request, offset = (torch.arange(token_ids.shape[1]) < accepted[:, None]).nonzero(as_tuple=True)
     position = (progress - accepted)[request].long() + offset + 1

@@ -108,14 +108,17 @@ def _decode_tokens_reference(  # noqa: PLR0913 - its parameters are the op's
     torch.index_select(num_computed_tokens, 0, rows, out=seq_lens)
     seq_lens.mul_(runs)
     if query_len == 1:
-        of_token, runs_token = rows, runs
         positions.copy_(seq_lens)
-    else:
-        of_token = torch.repeat_interleave(rows, query_len, output_size=len(positions))
-        runs_token = of_token != idle_row
-        positions.copy_(torch.add(seq_lens[:, None], torch.arange(query_len)).flatten())
-        positions.mul_(runs_token)
-        logit_rows.copy_(of_token)
+        torch.take(token_table, positions.add(rows, alpha=token_table.shape[1]), out=input_ids)
+        input_ids.mul_(runs)
+        seq_lens.add_(runs)
+        draw_positions.copy_(seq_lens)
+        return
+    of_token = torch.repeat_interleave(rows, query_len, output_size=len(positions))
+    runs_token = of_token != idle_row
+    positions.copy_(torch.add(seq_lens[:, None], torch.arange(query_len)).flatten())
+    positions.mul_(runs_token)
+    logit_rows.copy_(of_token)
     torch.take(token_table, positions.add(of_token, alpha=token_table.shape[1]), out=input_ids)
     input_ids.mul_(runs_token)
     torch.add(positions, runs_token, out=draw_positions)

@@ -69,7 +69,8 @@ class RunnerProcess:
         runner: A key of RUNNERS, or BEFORE; for messages.
         log: File that takes what the process prints.
         environ: Variables, on top of the parent's cleaned ones.
-        command: The program, which gets two file descriptors as its last arguments.
+        command: The program, which gets two file descriptors as its last arguments. By default
+            nothing of it is imported from the working directory: PYTHONPATH decides.
     """
 
     def __init__(
@@ -77,7 +78,7 @@ class RunnerProcess:
         runner: str,
         log: Path,
         environ: dict[str, str],
-        command: tuple[str, ...] = (sys.executable, "-m", CHILD),
+        command: tuple[str, ...] = (sys.executable, "-P", "-m", CHILD),
     ) -> None:
         self.runner = runner
         self._log = log
