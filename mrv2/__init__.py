@@ -23,20 +23,13 @@ from mrv2.head.pool import POOLED, Pooler, PoolHead, pool_head
 from mrv2.head.protocol import Head, HeadFactory, HeadResources, HeadResults, PlainDraw
 from mrv2.head.relay import RelayHead, relay_head
 from mrv2.output import Logprobs, PendingOutput, Reader, RunnerOutput
-from mrv2.plan import (
-    Arrival,
-    Continuation,
-    NextDecode,
-    Sampling,
-    Scheduled,
-    StepPlan,
-    sampling_faults,
-)
+from mrv2.params import Sampling, sampling_faults
+from mrv2.plan import Arrival, Continuation, NextDecode, Scheduled, StepPlan
 from mrv2.ports import Captures
 from mrv2.runner import Runner
 from mrv2.sampling.grammar import GrammarMask
 from mrv2.sampling.sampler import draw_unattached
-from mrv2.sampling.stage import LogitsView, StageFactory, StageResources
+from mrv2.sampling.stage import LogitsStage, LogitsView, StageFactory, StageResources
 from mrv2.sampling.stages import STAGES, stages_with
 from mrv2.step import Step
 from mrv2.trace import NullTrace, Probe, StepTrace
@@ -65,6 +58,7 @@ __all__ = [
     "HeadResources",
     "HeadResults",
     "KVGroup",
+    "LogitsStage",
     "LogitsView",
     "Logprobs",
     "LogprobsMode",

@@ -265,9 +265,9 @@ class Extensions:
             except Exception as fault:
                 raise fault_of(member, "after_commit", fault) from fault
 
-    def outputs(self, step: Step) -> dict[str, Reader]:
+    def outputs(self, step: Step) -> Mapping[str, Reader]:
         """Return what reads each one's output, by name."""
-        readers = {}
+        readers: dict[str, Reader] = {}
         for member in self._giving:
             try:
                 reader = member.outputs(step)

@@ -86,6 +86,8 @@ class DownloadedTokens:
         may_reject: As in `HostTokens`.
     """
 
+    __slots__ = ("_num_sampled", "_token_ids", "may_reject")
+
     def __init__(self, sampled: SampledTokens, transfers: Transfers, *, may_reject: bool) -> None:
         self.may_reject = may_reject
         self._token_ids = transfers.download(sampled.token_ids)
@@ -115,6 +117,18 @@ class PendingOutput:
         forced: For each request the tokens that were committed in place of the sampled ones; None
             where those were.
     """
+
+    __slots__ = (
+        "_counts",
+        "_forced",
+        "_layout",
+        "_lent",
+        "_logprobs",
+        "_readers",
+        "_ready",
+        "_tokens",
+        "_transfers",
+    )
 
     def __init__(
         self,
@@ -157,7 +171,9 @@ class PendingOutput:
         self._synchronize()
         layout = self._layout
         token_ids = self._token_ids()
-        extras = {name: read() for name, read in self._readers.items()} or NO_EXTRAS
+        extras = NO_EXTRAS
+        if self._readers:
+            extras = {name: read() for name, read in self._readers.items()}
         logprobs = None if self._logprobs is None else host_logprobs(*self._logprobs)
         if layout.max_num_logits <= 1 and not self._tokens.may_reject:
             cu_num_sampled = layout.cu_num_logits

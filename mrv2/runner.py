@@ -13,8 +13,6 @@ from itertools import count
 import numpy as np
 from torch import Tensor
 
-from mrv2.batch.commit import SampledTokens
-from mrv2.batch.inputs import InputBuffers
 from mrv2.batch.layout import (
     BatchLayout,
     Int32,
@@ -24,30 +22,23 @@ from mrv2.batch.layout import (
 )
 from mrv2.batch.order import decodes_first, in_order
 from mrv2.config import RunnerConfig
-from mrv2.errors import ConfigError, ExtensionError, Mrv2Error, ProtocolError
+from mrv2.errors import ConfigError, Mrv2Error, ProtocolError
 from mrv2.execute.capture import CudaGraphMaker, GraphMaker
 from mrv2.execute.executor import ExecutedStep, Executor
-from mrv2.execute.parts import StepParts
+from mrv2.execute.parts import HostParts, build_parts
 from mrv2.execute.shape import GraphMode
-from mrv2.extension import ExtensionFactory, ExtensionResources, Extensions, fault_of
+from mrv2.extension import ExtensionFactory, fault_of
 from mrv2.features import EXTENSIONS
+from mrv2.head.check import Forced, check_forced, check_sampled, forced_tokens
 from mrv2.head.generate import generate_head
-from mrv2.head.protocol import HeadFactory, HeadResources, HeadResults
-from mrv2.memory.arena import Arena
+from mrv2.head.protocol import HeadFactory
 from mrv2.memory.transfers import Transfers
 from mrv2.output import DownloadedTokens, PendingOutput
 from mrv2.plan import NextDecode, Scheduled, StepPlan
 from mrv2.ports import AttentionPlanner, Model
 from mrv2.sampling.grammar import GrammarMask
-from mrv2.state.block_tables import BlockTables
 from mrv2.state.check import check_blocks, check_events, check_work
-from mrv2.state.lifecycle import Lifecycle
-from mrv2.state.requests import RequestColumns
 from mrv2.trace import NullTrace, StepTrace
-
-Forced = Sequence[Sequence[int]]
-"""For each request of a step, in batch order, the tokens that are committed in place of the sampled
-ones: none where it has no logit, else 1 to as many as it has."""
 
 
 class Runner:
@@ -89,50 +80,19 @@ class Runner:
         self.config = config
         self.transfers = transfers or Transfers(config.device)
         self.trace: StepTrace = trace or NullTrace()
-        arena = Arena(self.transfers)
-        self.requests = RequestColumns(
-            config.num_rows,
-            config.max_model_len,
-            arena,
-            maps_tokens=config.maps_tokens,
-            may_draft=config.max_drafts > 0,
+        self._parts = parts = build_parts(
+            HostParts(config=config, model=model, attention=attention, trace=self.trace),
+            self.transfers,
+            head or generate_head(),
+            extensions,
         )
-        self.block_tables = BlockTables(config.kv_groups, config.num_rows, arena)
-        self.head = (head or generate_head())(
-            HeadResources(
-                config=config, model=model, requests=self.requests, arena=arena, trace=self.trace
-            )
-        )
-        resources = ExtensionResources(
-            config=config,
-            model=model,
-            requests=self.requests,
-            block_tables=self.block_tables,
-            arena=arena,
-        )
-        self.extensions = Extensions([make(resources) for make in extensions])
-        buffers = InputBuffers(config, arena)
-        arena.allocate()
-        self.lifecycle = Lifecycle(
-            config.max_num_reqs,
-            self.block_tables,
-            (self.requests, self.block_tables, self.head, *self.extensions.members),
-        )
-        self.rows = self.lifecycle.rows
-        self._parts = StepParts(
-            config=config,
-            model=model,
-            attention=attention,
-            head=self.head,
-            extensions=self.extensions,
-            requests=self.requests,
-            block_tables=self.block_tables,
-            lifecycle=self.lifecycle,
-            buffers=buffers,
-            arena=arena,
-            trace=self.trace,
-        )
-        self._executor = Executor(self._parts, graph_maker)
+        self.requests = parts.requests
+        self.block_tables = parts.block_tables
+        self.head = parts.head
+        self.extensions = parts.extensions
+        self.lifecycle = parts.lifecycle
+        self.rows = parts.lifecycle.rows
+        self._executor = Executor(parts, graph_maker)
         self._batch_ids = count(1)
         self._last_layout: BatchLayout | None = None
         self._room = 0
@@ -196,7 +156,7 @@ class Runner:
             )
         layout = step.layout
         if forced is not None:
-            self._check_forced(layout, forced)
+            check_forced(forced, layout, self.config.vocab_size)
         if grammar is not None:
             grammar.check(layout.num_logits, self.config.vocab_size)
         self._num_sampled = step.number
@@ -218,16 +178,21 @@ class Runner:
             tokens = step.tokens(self.head)
         if tokens is None:
             results = self.head.finish(step, grammar)
-            self._check_results(step, results)
+            check_sampled(results.sampled, step, self.head)
             may_reject = results.sampled.num_sampled is not step.batch.num_logits
             tokens = DownloadedTokens(results.sampled, self.transfers, may_reject=may_reject)
         readers = parts.extensions.outputs(step)
-        if results is not None:
-            readers.update(results.readers)
-        logprobs = None if results is None else results.logprobs
-        pending = PendingOutput(layout, tokens, logprobs, self.transfers, readers, forced)
-        if results is not None:
-            committed = results.sampled if forced is None else self._forced_tokens(layout, forced)
+        if results is None:
+            pending = PendingOutput(layout, tokens, None, self.transfers, readers, forced)
+        else:
+            if results.readers:
+                readers = {**readers, **results.readers}
+            pending = PendingOutput(
+                layout, tokens, results.logprobs, self.transfers, readers, forced
+            )
+            committed = results.sampled
+            if forced is not None:
+                committed = forced_tokens(forced, layout, self.transfers)
             parts.commit(step.batch, committed)
             self.trace.record("committed", committed)
         parts.extensions.after_sample(step, pending)
@@ -297,7 +262,7 @@ class Runner:
                 f"step {self._num_executed} was executed but not sampled; "
                 "call sample before the next execute"
             )
-        self._executor.make_room()
+        self._executor.ring.make_room()
 
     def _check_order(self, plan: StepPlan) -> None:
         self._check_idle()
@@ -352,8 +317,13 @@ class Runner:
         listed = scheduled if order is None else in_order(scheduled, order)
         if rows is None or order is not None:
             rows = self.rows.rows(listed.req_ids)
-        draws, batch_id = self.head.draws, next(self._batch_ids)
-        layout = layout_batch(listed, rows, batch_id=batch_id, draws=draws)
+        layout = layout_batch(
+            listed,
+            rows,
+            batch_id=next(self._batch_ids),
+            draws=self.head.draws,
+            may_draft=self.config.max_drafts > 0,
+        )
         if order is not None:
             layout.scheduled, layout.order = scheduled, order
         self.requests.agree(rows, layout.num_computed_tokens)
@@ -362,50 +332,6 @@ class Runner:
             if attention.needs_exact_lengths:
                 layout.set_computed(progress.exact(rows))
         return layout
-
-    def _check_forced(self, layout: BatchLayout, forced: Forced) -> None:
-        counts = [len(tokens) for tokens in forced]
-        wanted = layout.num_logits_of.tolist()
-        fits = len(counts) == len(wanted) and all(
-            min(most, 1) <= given <= most for given, most in zip(counts, wanted, strict=True)
-        )
-        if not fits:
-            raise ProtocolError(
-                f"{counts} tokens are forced on the requests of a step, which have {wanted} "
-                "logits: force none where there is none, else 1 to as many"
-            )
-        outside = sorted({i for ids in forced for i in ids if not 0 <= i < self.config.vocab_size})
-        if outside:
-            raise ConfigError(
-                f"forced tokens {outside} are outside the vocabulary of {self.config.vocab_size}"
-            )
-
-    def _forced_tokens(self, layout: BatchLayout, forced: Forced) -> SampledTokens:
-        token_ids = np.zeros((layout.num_reqs, max(layout.max_num_logits, 1)), dtype=np.int64)
-        for index, tokens in enumerate(forced):
-            token_ids[index, : len(tokens)] = tokens
-        counts = np.array([len(tokens) for tokens in forced], dtype=np.int32)
-        upload = self.transfers.upload
-        return SampledTokens(token_ids=upload(token_ids), num_sampled=upload(counts))
-
-    def _check_results(self, step: ExecutedStep, results: HeadResults) -> None:
-        """Refuse what a head may not give, as far as the host can see it without waiting."""
-        layout, sampled, num_logits = step.layout, results.sampled, step.batch.num_logits
-        shape, widest = sampled.token_ids.shape, layout.max_num_logits or 1
-        if len(shape) != 2 or shape[0] != layout.num_reqs or not 1 <= shape[1] <= widest:
-            raise ExtensionError(
-                f"the head {self.head.name!r} gives tokens of shape {list(shape)} for "
-                f"{layout.num_reqs} requests with up to {layout.max_num_logits} logits: give "
-                f"[{layout.num_reqs}, 1 to {widest}]"
-            )
-        if sampled.num_sampled is num_logits or num_logits.device.type != "cpu":
-            return  # as many as there are logits; or known when somebody waits for the output
-        counts, most = sampled.num_sampled, num_logits
-        if len(counts) != len(most) or bool(((counts > most) | (counts < most.clamp(max=1))).any()):
-            raise ExtensionError(
-                f"the head {self.head.name!r} samples {counts.tolist()} tokens for requests of "
-                f"{most.tolist()} logits: sample 1 to as many as there are, and none where none is"
-            )
 
     def _give_up(self, layout: BatchLayout) -> None:
         """Make the rows those of before a step whose work is not to count."""

@@ -31,7 +31,8 @@ from mrv2.extension import ExtensionResources
 from mrv2.features.prompt_logprobs import PromptLogprobs
 from mrv2.memory.arena import Arena
 from mrv2.memory.transfers import Transfers
-from mrv2.plan import Arrival, Sampling
+from mrv2.params import Sampling
+from mrv2.plan import Arrival
 from mrv2.sampling.logprobs import gather_logprobs
 from mrv2.state.block_tables import BlockTables
 from mrv2.state.requests import RequestColumns

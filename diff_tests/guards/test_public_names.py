@@ -26,6 +26,7 @@ PUBLIC = [
     "HeadResources",
     "HeadResults",
     "KVGroup",
+    "LogitsStage",
     "LogitsView",
     "Logprobs",
     "LogprobsMode",

@@ -299,6 +299,8 @@ _APART_OPTIONS = {
                                    "of every engine (default: FULL_DECODE_ONLY)"),
     "blocks": _ApartOption("blocks", _number, "N",
                            "KV blocks of each engine (default: what the parts need)"),
+    "before": _ApartOption("before", str, "PATH", "folders of another installation of this "
+                           "project, as in PYTHONPATH: the runner `before`"),
     "engine": _ApartOption("engine", _json_object, "JSON", "more arguments of vLLM's LLM"),
     "growth-batches": _ApartOption("growth_batches", _numbers, "N,...",
                                    "(default: 1,2,4,...,1024)"),

@@ -16,11 +16,13 @@ from torch import Tensor
 from mrv2.config import RunnerConfig
 from mrv2.memory.arena import Arena
 from mrv2.memory.transfers import Transfers
-from mrv2.plan import Arrival, Sampling
+from mrv2.params import Sampling
+from mrv2.plan import Arrival
 from mrv2.sampling.sampler import Sampler
 from mrv2.sampling.stage import LogitsView
 from mrv2.state.requests import RequestColumns
 from mrv2.trace import NullTrace, Probe, StepTrace
+from mrv2_diff.parameters import PARAMETERS
 
 NUM_DRAWS = 60_000
 VOCAB = 24
@@ -28,14 +30,8 @@ ALPHA = 1e-5
 LOGITS = torch.linspace(2.0, -4.0, VOCAB)[
     torch.randperm(24, generator=torch.Generator().manual_seed(7))
 ]
-BIAS = {3: 1.5, 11: -2.0, 20: 0.75}
-"""What a penalty does to a row, as far as the draw can tell."""
 FEATURES: dict[str, dict[str, object]] = {
-    "temperature": {"temperature": 0.7},
-    "top-k": {"top_k": 9},
-    "top-p": {"top_p": 0.85},
-    "min-p": {"min_p": 0.06},
-    "bias": {"logit_bias": BIAS},
+    row.counted[0]: {row.ours: row.counted[1]} for row in PARAMETERS if row.counted is not None
 }
 MIXES = [(), *((name,) for name in FEATURES), *combinations(FEATURES, 2)]
 

@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from mrv2 import RunnerConfig, Sampling
+from mrv2_diff.parameters import PARAMETERS
 from mrv2_diff.toy_host import ToyHost, ToyRequest
 
 
@@ -115,25 +116,14 @@ def mixed_sampling(rng: random.Random, config: RunnerConfig) -> Sampling:
     def tokens(count: int) -> tuple[int, ...]:
         return tuple(rng.sample(range(config.vocab_size), count))
 
-    def maybe(value: object, otherwise: object) -> Any:
-        return value if rng.random() < 0.33 else otherwise
-
-    return Sampling(
-        temperature=rng.choice((0.0, 0.5, 1.0, 1.4)),
-        seed=rng.getrandbits(64),
-        top_k=maybe(rng.randint(1, 20), 0),
-        top_p=maybe(rng.uniform(0.3, 1.0), 1.0),
-        min_p=maybe(rng.uniform(0.0, 0.3), 0.0),
-        presence_penalty=maybe(rng.uniform(-1, 2), 0.0),
-        frequency_penalty=maybe(rng.uniform(-1, 2), 0.0),
-        repetition_penalty=maybe(rng.uniform(0.7, 1.6), 1.0),
-        logit_bias=maybe({token: rng.uniform(-5, 5) for token in tokens(4)}, {}),
-        allowed_token_ids=maybe(tokens(30), None),
-        bad_words=maybe((tokens(1), tokens(2)), ()),
-        min_tokens=maybe(rng.randint(1, 8), 0),
-        stop_token_ids=tokens(3),
-        num_logprobs=maybe(rng.randint(0, 5), None),
-        logprob_token_ids=maybe(tokens(3), None),
-        num_prompt_logprobs=maybe(rng.randint(0, 4), None),
-        thinking_budget=maybe(rng.randint(0, 6), None) if config.thinking else None,
-    )
+    asked: dict[str, Any] = {
+        "temperature": rng.choice((0.0, 0.5, 1.0, 1.4)),
+        "seed": rng.getrandbits(64),
+    }
+    for row in sorted(PARAMETERS, key=lambda row: row.needs_markers):
+        if row.story is None or (row.needs_markers and not config.thinking):
+            continue
+        value = row.story(rng, tokens)
+        if not row.acts_alone or rng.random() < 0.33:
+            asked[row.ours] = value
+    return Sampling(**asked)

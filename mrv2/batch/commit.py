@@ -23,8 +23,8 @@ class SampledTokens:
     """
 
     token_ids: Tensor
-    """[num_reqs, 1 + k] int64, k the most drafts that a request of the step ran. Beyond a request's
-    `num_sampled` without meaning: rejected, or never drawn."""
+    """[num_reqs, 1 + k] int64, contiguous, k the most drafts that a request of the step ran. What
+    stands beyond a request's `num_sampled` has no meaning: rejected, or never drawn."""
     num_sampled: Tensor
     """[num_reqs] int32. Of a request with n logits 1 to n, of one with none 0."""
 
@@ -35,7 +35,6 @@ def _commit_step_kernel(  # noqa: PLR0913 - a kernel takes pointers and strides,
     seq_lens_ptr: tl.tensor,
     num_logits_ptr: tl.tensor,
     token_ids_ptr: tl.tensor,
-    token_ids_stride: tl.tensor,
     num_sampled_ptr: tl.tensor,
     num_reqs: tl.tensor,
     width: tl.tensor,
@@ -55,7 +54,7 @@ def _commit_step_kernel(  # noqa: PLR0913 - a kernel takes pointers and strides,
     before = seq_len - num_logits
     tl.store(num_computed_ptr + row, before + num_sampled, mask=mask)
     target = token_table_ptr + row * token_table_stride + before + 1
-    source = token_ids_ptr + index.to(tl.int64) * token_ids_stride
+    source = token_ids_ptr + index.to(tl.int64) * width
     for offset in range(width):
         is_sampled = offset < num_sampled
         token_id = tl.load(source + offset, mask=is_sampled, other=0)
@@ -78,7 +77,6 @@ def _commit_step_launch(
         seq_lens,
         num_logits,
         token_ids,
-        token_ids.stride(0),
         num_sampled,
         num_reqs,
         width,
@@ -109,7 +107,8 @@ def _commit_step_reference(
         seq_lens: [num_reqs] int32. Computed tokens with all of this step's. 0 for a request that is
             none, which has no logits either.
         num_logits: [num_reqs] int32. Logits of each request.
-        token_ids: [num_reqs, 1 + k] int64. What each sampled; more than `num_sampled` is not read.
+        token_ids: [num_reqs, 1 + k] int64, contiguous. What each sampled; more than `num_sampled`
+            is not read.
         num_sampled: [num_reqs] int32. Taken to be of [0, num_logits].
         token_table: [max_rows, max_len + 1] int32. Written behind the accepted tokens. The last
             column takes the token that a full row's last logit draws.

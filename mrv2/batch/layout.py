@@ -13,6 +13,8 @@ from mrv2.plan import NextDecode, Scheduled
 Int32 = npt.NDArray[np.int32]
 Int64 = npt.NDArray[np.int64]
 
+_ONE = np.int32(1)
+
 UNNAMED = 0
 """`BatchLayout.batch_id` of a layout that nothing is kept for."""
 
@@ -105,6 +107,7 @@ def layout_batch(
     *,
     batch_id: int = UNNAMED,
     draws: bool = True,
+    may_draft: bool = True,
 ) -> BatchLayout:
     """Lay a step out in the order of its lists.
 
@@ -115,20 +118,25 @@ def layout_batch(
         rows: [num_reqs]. Their state rows.
         batch_id: The layout's.
         draws: Whether tokens are drawn at all; if not, no request wants a logit.
+        may_draft: Whether requests may run drafts; it takes longer where they may.
     """
     num_reqs = len(rows)
     query_lens = np.array(scheduled.num_tokens, dtype=np.int32)
     num_computed_tokens = np.array(scheduled.num_computed_tokens, dtype=np.int32)
     num_known_tokens = np.array(scheduled.num_known_tokens, dtype=np.int32)
     seq_lens = num_computed_tokens + query_lens
-    num_logits_of = np.maximum(seq_lens - num_known_tokens + 1, 0)
+    if may_draft:
+        num_logits_of = np.maximum(seq_lens - num_known_tokens + 1, 0)
+    else:
+        num_logits_of = (seq_lens == num_known_tokens).astype(np.int32)
     if not draws:
         num_logits_of[:] = 0
     packed, (packed_rows, query_start_loc, cu_num_logits) = _packed(num_reqs)
     packed_rows[:] = rows
     np.add.accumulate(query_lens, out=query_start_loc[1:])
     np.add.accumulate(num_logits_of, out=cu_num_logits[1:])
-    num_logits, max_num_logits = int(cu_num_logits[-1]), int(num_logits_of.max())
+    num_logits = int(cu_num_logits[-1])
+    max_num_logits = int(num_logits_of.max()) if may_draft else min(num_logits, 1)
     one_each = num_logits == num_reqs and max_num_logits == 1
     return BatchLayout(
         scheduled=scheduled,
@@ -181,7 +189,7 @@ def lay_out_next_decode(layout: BatchLayout, scheduled: Scheduled | NextDecode) 
         order=layout.order,
         query_lens=layout.query_lens,
         num_computed_tokens=layout.seq_lens,
-        seq_lens=layout.seq_lens + np.int32(1),
+        seq_lens=layout.seq_lens + _ONE,
         is_exact=layout.is_exact,
         query_start_loc=layout.query_start_loc,
         num_logits_of=layout.num_logits_of,

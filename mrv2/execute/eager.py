@@ -24,6 +24,8 @@ class EagerStep:
         output: The model's, where it was padded with what pads it.
     """
 
+    __slots__ = ("batch", "key", "layout", "number", "output")
+
     def __init__(
         self,
         number: int,

@@ -41,7 +41,8 @@ class Executor:
         self._transfers = parts.arena.transfers
         self._shapes = GraphShapes(config.graphs, config.max_num_reqs, config.max_num_tokens)
         self._graphs = None if graph_maker is None else StepGraphs(config.idle_row, graph_maker)
-        self._ring = ResultRing(config.max_num_reqs * (1 + config.max_drafts), config.device)
+        self.ring = ResultRing(config.max_num_reqs * (1 + config.max_drafts), config.device)
+        """Where replayed steps write their tokens."""
         self._most = min(parts.head.captures, parts.attention.captures)
         """How much may be captured of any step."""
         self._captured = Captures.NONE
@@ -51,16 +52,8 @@ class Executor:
         self.num_steps: dict[GraphMode, int] = dict.fromkeys(GraphMode, 0)
         """How many steps reached the device in each mode."""
 
-    def make_room(self) -> None:
-        """Read what the next step's slot of the ring still holds.
-
-        Raises:
-            ProtocolError: The step that wrote it has not passed. Nothing has changed.
-        """
-        self._ring.make_room()
-
     def run(self, layout: BatchLayout, number: int) -> ExecutedStep:
-        """Queue a step; `make_room` came before.
+        """Queue a step; the ring has room for it.
 
         Args:
             layout: The step's; its rows have taken what its plan says.
@@ -154,7 +147,7 @@ class Executor:
             for key in self._shapes.uniform():
                 layout = idle_decode(key.num_reqs, config.idle_row, length, key.query_len)
                 self._capture(key, layout)
-        self._ring.restart()
+        self.ring.restart()
         self._captured = self._most
 
     def release(self) -> None:
@@ -166,7 +159,7 @@ class Executor:
     def _choose(self, layout: BatchLayout) -> GraphKey:
         captures = self._captured
         if captures is Captures.NONE:
-            return self._shapes.choose(layout, captures)
+            return GraphKey(GraphMode.EAGER, layout.num_tokens, layout.num_reqs)
         extensions = self._parts.extensions
         captures = min(captures, extensions.captures(layout))
         key = self._shapes.choose(layout, captures, extensions.variant(layout))
@@ -212,7 +205,7 @@ class Executor:
         if parts.attention.plans_replays:
             parts.attention.plan_replay(layout, key.num_reqs, key.num_tokens)
         width = max(layout.max_num_logits, 1)
-        slot = self._ring.begin(layout.num_reqs * width, may_reject=width > 1)
+        slot = self.ring.begin(layout.num_reqs * width, may_reject=width > 1)
         self._whole.replay(key)
         step = ReplayedStep(number, layout, key, self._whole, slot, self._transfers)
         if trace.wants("batch"):
@@ -224,7 +217,7 @@ class Executor:
     def _queue_to_the_end(self, layout: BatchLayout, mode: GraphMode) -> WholeStep:
         """Queue a step to its very end: its tokens are written into the host's memory."""
         step = self._queue_whole(layout, mode)
-        sampled, ring = step.plain.sampled, self._ring
+        sampled, ring = step.plain.sampled, self.ring
         publish(sampled.token_ids, sampled.num_sampled, ring.cursor, ring.values)
         return step
 

@@ -130,6 +130,8 @@ class ReplayedStep:
         transfers: Carries what tells its requests apart.
     """
 
+    __slots__ = ("_graphs", "_transfers", "key", "layout", "number", "slot")
+
     def __init__(
         self,
         number: int,

@@ -22,7 +22,8 @@ from torch import Tensor
 from mrv2.errors import ProtocolError
 from mrv2.extension import ExtensionResources, StepExtension
 from mrv2.output import Logprobs, Reader, host_logprobs
-from mrv2.plan import ALL_LOGPROBS, Arrival, StepPlan
+from mrv2.params import ALL_LOGPROBS
+from mrv2.plan import Arrival, StepPlan
 from mrv2.sampling.logprobs import gather_logprobs
 from mrv2.step import Step
 

@@ -12,7 +12,7 @@ from mrv2.ops.launch import Launch, cdiv
 from mrv2.ops.twin import TwinOp
 from mrv2.plan import Arrival
 from mrv2.sampling.bitmask import absent, is_in_set, num_words, pack
-from mrv2.sampling.stage import LogitsView, StageResources
+from mrv2.sampling.stage import LogitsStage, LogitsView, StageResources
 
 BLOCK = 2048
 """Tokens that a program takes."""
@@ -83,7 +83,7 @@ allow_tokens = TwinOp(
 )
 
 
-class AllowedTokens:
+class AllowedTokens(LogitsStage):
     """The stage; a row without allowed tokens allows all."""
 
     def __init__(self, resources: StageResources) -> None:

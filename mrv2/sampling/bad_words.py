@@ -17,7 +17,7 @@ from mrv2.memory.ragged import MirroredLists
 from mrv2.ops.launch import Launch
 from mrv2.ops.twin import TwinOp
 from mrv2.plan import Arrival
-from mrv2.sampling.stage import LogitsView, StageResources
+from mrv2.sampling.stage import LogitsStage, LogitsView, StageResources
 
 BLOCK = 128
 """Words that a program takes at a time, one a lane."""
@@ -162,7 +162,7 @@ mask_bad_words = TwinOp(
 )
 
 
-class BadWords:
+class BadWords(LogitsStage):
     """The stage. Each row has a list of words, most of them an empty one."""
 
     def __init__(self, resources: StageResources) -> None:

@@ -11,7 +11,7 @@ from mrv2.memory.ragged import MirroredLists, places_of
 from mrv2.ops.launch import Launch
 from mrv2.ops.twin import TwinOp
 from mrv2.plan import Arrival
-from mrv2.sampling.stage import LogitsView, StageResources
+from mrv2.sampling.stage import LogitsStage, LogitsView, StageResources
 
 BLOCK = 256
 """Tokens that the one program of a row takes at a time."""
@@ -73,7 +73,7 @@ add_bias = TwinOp(
 )
 
 
-class LogitBias:
+class LogitBias(LogitsStage):
     """The stage."""
 
     def __init__(self, resources: StageResources) -> None:

@@ -27,7 +27,8 @@ from mrv2.errors import ConfigError
 from mrv2.memory.ragged import MirroredLists
 from mrv2.ops.launch import Launch, cdiv
 from mrv2.ops.twin import TwinOp
-from mrv2.plan import ALL_LOGPROBS, Arrival
+from mrv2.params import ALL_LOGPROBS
+from mrv2.plan import Arrival
 from mrv2.sampling.likeliest import (
     MAX_TOP,
     merge_summaries,

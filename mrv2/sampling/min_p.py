@@ -14,7 +14,7 @@ from mrv2.ops.launch import Launch
 from mrv2.ops.twin import TwinOp
 from mrv2.plan import Arrival
 from mrv2.sampling.narrowing import Narrowing
-from mrv2.sampling.stage import LogitsView, StageResources
+from mrv2.sampling.stage import LogitsView, NarrowingStage, StageResources
 
 BLOCK = 8192
 """Tokens that a program takes at a time: 41 us for 256 rows of 151,936 float32 with 16 warps, on an
@@ -118,7 +118,7 @@ cut_by_min_p = TwinOp(
 )
 
 
-class MinP:
+class MinP(NarrowingStage):
     """The stage."""
 
     def __init__(self, resources: StageResources) -> None:

@@ -16,7 +16,7 @@ from mrv2.memory.ragged import MirroredLists, places_of
 from mrv2.ops.launch import Launch
 from mrv2.ops.twin import TwinOp
 from mrv2.plan import Arrival
-from mrv2.sampling.stage import LogitsView, StageResources
+from mrv2.sampling.stage import LogitsStage, LogitsView, StageResources
 
 BLOCK = 1024
 """Logits, or stop tokens, that the one program of a row takes at a time."""
@@ -142,7 +142,7 @@ hold_stops = TwinOp(
 )
 
 
-class MinTokens:
+class MinTokens(LogitsStage):
     """The stage. Outputs are counted from the end of the prompt, wherever the request resumed."""
 
     def __init__(self, resources: StageResources) -> None:

@@ -16,7 +16,7 @@ from mrv2.memory.mirrored import MirroredTensor
 from mrv2.ops.launch import Launch
 from mrv2.ops.twin import TwinOp
 from mrv2.plan import Arrival
-from mrv2.sampling.stage import LogitsView, StageResources
+from mrv2.sampling.stage import LogitsStage, LogitsView, StageResources
 
 BLOCK = 1024
 """Tokens of the history that a program takes at a time. Never fewer than its threads, so that no
@@ -183,7 +183,7 @@ penalise = TwinOp(
 )
 
 
-class Penalties:
+class Penalties(LogitsStage):
     """The stage: three columns, and a scratch that is allocated for the first row that needs it."""
 
     def __init__(self, resources: StageResources) -> None:

@@ -16,7 +16,8 @@ from mrv2.config import RunnerConfig
 from mrv2.errors import CapacityError
 from mrv2.memory.arena import Arena
 from mrv2.memory.transfers import Transfers
-from mrv2.plan import Arrival, Sampling
+from mrv2.params import Sampling
+from mrv2.plan import Arrival
 from mrv2.sampling.columns import DrawColumns
 from mrv2.sampling.gumbel import draw
 from mrv2.sampling.logprobs import LogprobsTensors, SampledLogprobs
@@ -29,7 +30,6 @@ from mrv2.sampling.stage import (
     StageResources,
 )
 from mrv2.sampling.stages import STAGES
-from mrv2.sampling.temperature import Temperature
 from mrv2.state.protocol import RowState
 from mrv2.state.requests import RequestColumns
 from mrv2.trace import NullTrace, StepTrace
@@ -74,17 +74,18 @@ class Sampler:
             requests=requests,
             thinking=config.thinking,
         )
-        made = [(factory, factory(resources)) for factory in stages]
-        self._stages = tuple(stage for _, stage in made)
+        self._stages = tuple(factory(resources) for factory in stages)
         self._logprobs = SampledLogprobs(resources, config.logprobs_mode)
-        own = tuple(stage for factory, stage in made if factory in STAGES)
-        self._features: tuple[RowState, ...] = (self._logprobs, *own)
+        features = (stage for stage in self._stages if not stage.takes_plain)
+        self._features: tuple[RowState, ...] = (self._logprobs, *features)
         """They want nothing for a request that is plain, as for a row that was evicted, so they
         are told of neither."""
-        self._hosts: tuple[LogitsStage | NarrowingStage, ...] = tuple(
-            stage for factory, stage in made if factory not in STAGES
-        )
+        self._hosts = tuple(stage for stage in self._stages if stage.takes_plain)
         """They may want something for any request."""
+        self._of_plain = tuple(
+            stage for stage in self._stages if stage.takes_plain or stage.is_in_plain_draw
+        )
+        """Those that may want something where every request is plain; no others are asked then."""
         self._demanding: set[int] = set()
         """Rows of requests that are not plain."""
         self._changed = False
@@ -162,13 +163,17 @@ class Sampler:
             )
         wishes = self._wishes_of(view.rows_np, view.batch_id)
         wants_processed = wishes.logprobs and self._logprobs.of_processed
-        narrowing = Narrowing(self._no_division, self._no_cutoff, num_logits)
-        keep = wishes.logprobs and not wants_processed
-        processed = self._process(wishes.stages, logits, view, narrowing, keep=keep)
-        if wants_processed or self._trace.wants("processed_logits"):
-            if narrowing.narrows:
+        is_shown = wants_processed or self._trace.wants("processed_logits")
+        processed, divisor, cutoff = logits, self._no_division, self._no_cutoff
+        if wishes.stages:
+            narrowing = Narrowing(divisor, cutoff, num_logits)
+            keep = wishes.logprobs and not wants_processed
+            processed = self._process(wishes.stages, logits, view, narrowing, keep=keep)
+            if narrowing.narrows and is_shown:
                 processed = _writable(processed, logits if keep else None)
                 narrowing.settle(processed, view.logit_rows)
+            divisor, cutoff = narrowing.divisor, narrowing.cutoff
+        if is_shown:
             self._trace.record("processed_logits", processed)
         token_ids = torch.empty(num_logits, dtype=torch.int64, device=logits.device)
         draw(
@@ -178,8 +183,8 @@ class Sampler:
             view.positions,
             self._columns.temperature.device_tensor,
             self._columns.seed.device_tensor,
-            narrowing.divisor,
-            narrowing.cutoff,
+            divisor,
+            cutoff,
         )
         logprobs = None
         if wishes.logprobs:
@@ -274,10 +279,11 @@ class Sampler:
     def _wishes_of(self, rows: npt.NDArray[np.int32], batch_id: int) -> "_Wishes":
         """Return what `rows` want; a batch that only goes on keeps its id, and its answer."""
         if self._wishes is None or not batch_id or self._wishes.batch_id != batch_id:
+            asked = self._stages if self._demanding else self._of_plain
             self._wishes = _Wishes(
                 batch_id=batch_id,
-                stages=tuple(_acting(stage) for stage in self._stages if stage.wants(rows)),
-                logprobs=self._logprobs.wants(rows),
+                stages=tuple(_acting(stage) for stage in asked if stage.wants(rows)),
+                logprobs=bool(self._demanding) and self._logprobs.wants(rows),
             )
         return self._wishes
 
@@ -288,11 +294,7 @@ class _Acting:
 
     rewriting: LogitsStage | None = None
     narrowing: NarrowingStage | None = None
-
-    @property
-    def divides(self) -> bool:
-        """Whether the stage is the temperature's."""
-        return isinstance(self.narrowing, Temperature)
+    is_in_plain_draw: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -305,15 +307,15 @@ class _Wishes:
 
     @property
     def are_plain(self) -> bool:
-        """Whether nothing happens to the logits but the division by the temperature."""
-        return not self.logprobs and all(stage.divides for stage in self.stages)
+        """Whether nothing is wanted but what the plain draw does."""
+        return not self.logprobs and all(stage.is_in_plain_draw for stage in self.stages)
 
 
 def _acting(stage: LogitsStage | NarrowingStage) -> _Acting:
     """Tell a stage's kind, once for a batch: to ask a protocol costs as much as a launch."""
     if isinstance(stage, LogitsStage):
-        return _Acting(rewriting=stage)
-    return _Acting(narrowing=stage)
+        return _Acting(rewriting=stage, is_in_plain_draw=stage.is_in_plain_draw)
+    return _Acting(narrowing=stage, is_in_plain_draw=stage.is_in_plain_draw)
 
 
 def _writable(logits: Tensor, kept: Tensor | None) -> Tensor:

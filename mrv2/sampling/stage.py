@@ -8,7 +8,7 @@ nor each other.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol, TypeAlias, runtime_checkable
+from typing import ClassVar, Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -44,12 +44,17 @@ class Stage(RowState, Protocol):
     """One step of the logits' processing.
 
     The lifecycle calls come first, from the sampler, which hands on its own; a stage wants nothing
-    for a row that was evicted. Members of `STAGES` want nothing for a request that is plain either,
-    and are told of none: to them its row is as evicted, and `flush` comes only in steps in which
-    another request came or went. A host's own stages are told of every request. `admit` raises
-    ConfigError for a request that the stage cannot serve, before it changes anything. Nothing here
-    may wait for the device.
+    for a row that was evicted, nor, unless it `takes_plain`, for a request that is plain. `admit`
+    raises ConfigError for a request that the stage cannot serve, before it changes anything.
+    Nothing here may wait for the device.
     """
+
+    takes_plain: ClassVar[bool] = False
+    """Whether it is told of every request. Any other is told of no plain one: its row is to it as
+    evicted, and `flush` comes only in steps in which another request came or went."""
+
+    is_in_plain_draw: ClassVar[bool] = False
+    """Whether the plain draw does all of this stage's work itself."""
 
     def wants(self, rows: npt.NDArray[np.int32]) -> bool:
         """Say whether the stage has work for any of `rows`.

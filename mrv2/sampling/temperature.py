@@ -6,11 +6,13 @@ from torch import Tensor
 
 from mrv2.plan import Arrival
 from mrv2.sampling.narrowing import Narrowing
-from mrv2.sampling.stage import LogitsView, StageResources
+from mrv2.sampling.stage import LogitsView, NarrowingStage, StageResources
 
 
-class Temperature:
+class Temperature(NarrowingStage):
     """The stage. Its only column is shared with the draw; the sampler admits and flushes it."""
+
+    is_in_plain_draw = True
 
     def __init__(self, resources: StageResources) -> None:
         self._temperature = resources.columns.temperature

@@ -18,7 +18,7 @@ from mrv2.memory.mirrored import MirroredTensor
 from mrv2.ops.launch import Launch
 from mrv2.ops.twin import TwinOp
 from mrv2.plan import Arrival
-from mrv2.sampling.stage import LogitsView, StageResources
+from mrv2.sampling.stage import LogitsStage, LogitsView, StageResources
 
 BLOCK = 1024
 """Tokens of the history that a program takes at a time."""
@@ -268,7 +268,7 @@ force_end = TwinOp(
 )
 
 
-class ThinkingBudget:
+class ThinkingBudget(LogitsStage):
     """The stage: each row's budget, and where the section begins that its prompt leaves open."""
 
     def __init__(self, resources: StageResources) -> None:

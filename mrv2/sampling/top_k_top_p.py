@@ -22,7 +22,7 @@ from mrv2.ops.twin import TwinOp
 from mrv2.plan import Arrival
 from mrv2.sampling.narrowing import Narrowing
 from mrv2.sampling.order import from_ordered, to_ordered
-from mrv2.sampling.stage import LogitsView, StageResources
+from mrv2.sampling.stage import LogitsView, NarrowingStage, StageResources
 
 BLOCK = 2048
 """Tokens that a program takes at a time. Each lane sets its own candidates aside. With 16 warps,
@@ -536,7 +536,7 @@ cut_to_top = TwinOp(
 )
 
 
-class TopKTopP:
+class TopKTopP(NarrowingStage):
     """The stage."""
 
     def __init__(self, resources: StageResources) -> None:

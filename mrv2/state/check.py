@@ -12,7 +12,8 @@ import numpy.typing as npt
 
 from mrv2.config import RunnerConfig
 from mrv2.errors import CapacityError, ConfigError, ProtocolError
-from mrv2.plan import Arrival, NextDecode, Scheduled, StepPlan, sampling_faults
+from mrv2.params import sampling_faults
+from mrv2.plan import Arrival, NextDecode, Scheduled, StepPlan
 from mrv2.state.block_tables import BlockTables
 from mrv2.state.rows import RowTable
 

@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 Int32 = npt.NDArray[np.int32]
+_NONE = np.zeros(0, dtype=np.intp)
 
 
 class Outcome(Protocol):
@@ -72,8 +73,9 @@ class Progress:
         """Take what the device is told of a row."""
         self._apply_advances()
         self._upper[row] = num_computed_tokens
-        self._slack[row] = 0
-        self._lives[row] += 1
+        if self._may_draft:
+            self._slack[row] = 0
+            self._lives[row] += 1
 
     def advance(self, batch_id: int, rows: Int32, num_tokens: Int32) -> None:
         """Note that a queued step runs more tokens of each row.
@@ -120,7 +122,8 @@ class Progress:
         """
         upper = self.upper[rows]
         if not self._may_draft:
-            return np.flatnonzero(upper != num_computed_tokens)
+            differs = upper != num_computed_tokens
+            return np.flatnonzero(differs) if differs.any() else _NONE
         self._count_seen()
         lower = upper - self._slack[rows]
         agrees = (lower <= num_computed_tokens) & (num_computed_tokens <= upper)

@@ -5,8 +5,10 @@ from dataclasses import replace
 
 from mrv2_diff.case import Add, Case, Departure, Event
 from mrv2_diff.catalog.prompts import prompt
-from mrv2_diff.catalog.workloads import ROOMY, Kind, drawn, greedy, some_tokens
+from mrv2_diff.catalog.workloads import ROOMY
+from mrv2_diff.kinds import Kind, drawn, greedy, some_tokens
 from mrv2_diff.models.tokenizer import VOCAB_SIZE
+from mrv2_diff.parameters import PARAMETERS, Group
 from mrv2_diff.verdict import Verdict
 
 LAST = VOCAB_SIZE - 1
@@ -44,22 +46,24 @@ def _hot(temperature: float, **options: object) -> Kind:
     return Kind(temperature=temperature, options=tuple(options.items()))
 
 
+def _at_bounds(group: Group, kind: Callable[..., Kind]) -> tuple[Kind, ...]:
+    return tuple(
+        kind(**{row.name: value})
+        for row in PARAMETERS
+        if row.group == group
+        for value in row.bounds
+    )
+
+
 _CUTS = (
-    *(
-        drawn(top_k=top_k)
-        for top_k in (-1, 0, 1, VOCAB_SIZE - 1, VOCAB_SIZE, VOCAB_SIZE + 1, 10**6)
-    ),
-    *(drawn(top_p=top_p) for top_p in (1e-9, 0.999999, 1.0)),
-    *(drawn(min_p=min_p) for min_p in (0.0, 1e-9, 1.0)),
+    *_at_bounds("cuts", drawn),
     _hot(0.01, top_k=2, top_p=0.5, min_p=0.5),
     _hot(0.01),
     _hot(2.0, top_k=2, top_p=0.5),
     _hot(2.0, min_p=0.2),
 )
 _PENALTIES = (
-    *(greedy(presence_penalty=penalty) for penalty in (-2.0, 2.0)),
-    *(greedy(frequency_penalty=penalty) for penalty in (-2.0, 2.0)),
-    *(greedy(repetition_penalty=penalty) for penalty in (0.01, 0.999, 1.001, 10.0)),
+    *_at_bounds("penalties", greedy),
     drawn(presence_penalty=2.0, frequency_penalty=2.0, repetition_penalty=2.0),
     drawn(presence_penalty=-2.0, frequency_penalty=-2.0, repetition_penalty=0.5),
     # All that is left was output before long, and is counted again and again.

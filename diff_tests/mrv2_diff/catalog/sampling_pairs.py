@@ -6,35 +6,15 @@ from dataclasses import replace
 
 from mrv2_diff.case import Add, Case, Departure, Event
 from mrv2_diff.catalog.prompts import prompt
-from mrv2_diff.catalog.workloads import ROOMY, START, STRAINED, some_tokens
+from mrv2_diff.catalog.workloads import ROOMY, START, STRAINED
 from mrv2_diff.pairwise import all_pairs
+from mrv2_diff.parameters import PARAMETERS
 from mrv2_diff.verdict import Verdict
 
 FACTORS: dict[str, tuple[object, ...]] = {
-    "temperature": (1.0, 0.0, 0.7, 1.6),
-    "top_k": (0, 5, 60),
-    "top_p": (1.0, 0.9, 0.4),
-    "min_p": (0.0, 0.05, 0.3),
-    "presence_penalty": (0.0, 1.2, -0.8),
-    "frequency_penalty": (0.0, 0.6, -0.4),
-    "repetition_penalty": (1.0, 1.3, 0.8),
-    "logit_bias": (
-        (),
-        tuple((token, 1.5) for token in some_tokens(20, 60)),
-        ((7, 100.0), (8, -100.0), (9, 2.0)),
-    ),
-    "allowed_token_ids": (None, some_tokens(21, 120), some_tokens(22, 20)),
-    "bad_words": (
-        (),
-        tuple((token,) for token in some_tokens(23, 80)),
-        tuple((first, first * 3 % 331) for first in range(331)),
-    ),
-    "min_tokens": (0, 14),
-    "stop_token_ids": ((), some_tokens(24, 25)),
-    "thinking_token_budget": (None, 0, 6),
-    "logprobs": (None, 0, 4),
+    row.name: (row.neutral, *row.paired) for row in PARAMETERS if row.paired
 }
-"""Values by parameter, the neutral one first but for temperature, which is never left out."""
+"""Values by parameter, the neutral one first."""
 
 ROWS = all_pairs(FACTORS)
 RESUMED = {name: values for name, values in FACTORS.items() if name != "thinking_token_budget"}

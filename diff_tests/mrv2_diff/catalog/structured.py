@@ -7,7 +7,8 @@ the middle of their prompts, and masks come in another order than the batch's.
 from dataclasses import replace
 
 from mrv2_diff.case import Case
-from mrv2_diff.catalog.workloads import STRAINED, Kind, beside_others
+from mrv2_diff.catalog.workloads import STRAINED, beside_others
+from mrv2_diff.kinds import Kind
 
 _CHOICE = (("choice", ("river", "the quick fox", "over")),)
 _REGEX = (("regex", r"([a-f]{3}-[0-9]{4,9}\.){4}"),)

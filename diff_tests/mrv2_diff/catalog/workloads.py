@@ -1,12 +1,11 @@
 """Workloads that sampling cases share: requests with a parameter beside requests without it."""
 
-import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from mrv2_diff.case import Add, EngineSpec, Event
 from mrv2_diff.catalog.prompts import TINY, prompt
-from mrv2_diff.models.tokenizer import VOCAB_SIZE
+from mrv2_diff.kinds import Kind
 
 ROOMY = EngineSpec(
     model=TINY,
@@ -27,36 +26,8 @@ STRAINED = replace(ROOMY, num_blocks=17, max_num_seqs=10, max_num_batched_tokens
 into chunks, preempted and resumed. None may have a seed: V1 on a CPU fails on a seeded request
 whose prompt is cut."""
 
-Options = tuple[tuple[str, object], ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Kind:
-    """What one request asks for."""
-
-    temperature: float = 0.0
-    options: Options = ()
-    max_tokens: int = 48
-    logprobs: int | None = None
-
-
 _OTHERS = (Kind(), Kind(temperature=0.9))
 """Requests that use nothing, one greedy and one random."""
-
-
-def some_tokens(seed: int, count: int) -> tuple[int, ...]:
-    """Return so many token ids of the vocabulary, ascending, the same for the same seed."""
-    return tuple(sorted(random.Random(seed).sample(range(VOCAB_SIZE), count)))
-
-
-def drawn(**options: object) -> Kind:
-    """Return a random request at temperature 1, which divides nothing."""
-    return Kind(temperature=1.0, options=tuple(options.items()))
-
-
-def greedy(**options: object) -> Kind:
-    """Return a greedy request."""
-    return Kind(options=tuple(options.items()))
 
 
 def beside_others(

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from mrv2_diff.catalog.prompts import TINY as TINY_MODEL
-from mrv2_diff.device_bench.channel import COMMON, RUNNERS, RunnerFailed, RunnerProcess
+from mrv2_diff.device_bench.channel import COMMON, RunnerFailed, RunnerProcess, environ_of
 from mrv2_diff.device_bench.growth_plot import growth_plot
 from mrv2_diff.device_bench.host_plot import host_plot
 from mrv2_diff.device_bench.options import NEEDS_GPU, TINY, Options, Task
@@ -164,7 +164,7 @@ class Bench:
         stem = self._options.out.stem if self._options.out is not None else "bench"
         log = logs / f"{stem}.{runner}.log"
         log.write_bytes(b"")
-        return self._start(runner, log, {**COMMON, **RUNNERS[runner]})
+        return self._start(runner, log, {**COMMON, **environ_of(runner, self._options.before)})
 
     def _load(self, process: RunnerProcess) -> None:
         self._loaded(process, process.ask("load", self._limit(self._options.start_limit_s)))

@@ -33,6 +33,22 @@ RUNNERS: dict[str, dict[str, str]] = {
     "vllm-v2": {"VLLM_USE_V2_MODEL_RUNNER": "1"},
 }
 """What makes a child's engine have each runner. v1 and vllm-v2 run without this project."""
+BEFORE = "before"
+"""The runner of another installation of this project, to compare two states of it."""
+
+
+def environ_of(runner: str, before: str) -> dict[str, str]:
+    """Return the variables of a runner's process, on top of those of all.
+
+    Args:
+        runner: A key of RUNNERS, or BEFORE.
+        before: Folders of the other installation, as in PYTHONPATH; they come before all others.
+    """
+    if runner != BEFORE:
+        return RUNNERS[runner]
+    path = os.pathsep.join(filter(None, (before, os.environ.get("PYTHONPATH", ""))))
+    return {**RUNNERS["mrv2"], "PYTHONPATH": path}
+
 
 _LOG_TAIL = 4000
 _END_S = 15
@@ -50,7 +66,7 @@ class RunnerProcess:
     """One runner's process.
 
     Args:
-        runner: A key of RUNNERS, for messages.
+        runner: A key of RUNNERS, or BEFORE; for messages.
         log: File that takes what the process prints.
         environ: Variables, on top of the parent's cleaned ones.
         command: The program, which gets two file descriptors as its last arguments.

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from mrv2_diff.device_bench.channel import RUNNERS
+from mrv2_diff.device_bench.channel import BEFORE, RUNNERS
 from mrv2_diff.device_bench.points import Point, Workload
 from mrv2_diff.models.shapes import SHAPES
 
@@ -33,6 +33,9 @@ class Options:
     """
 
     runners: tuple[str, ...] = tuple(RUNNERS)
+    before: str = ""
+    """Folders of another installation of this project, as in PYTHONPATH; it is the runner
+    `before`."""
     parts: tuple[str, ...] = DEFAULT_PARTS
     batches: tuple[int, ...] = (1, 32, 256)
     temperatures: tuple[float, ...] = (0.0, 1.0)
@@ -63,8 +66,9 @@ class Options:
 
     def __post_init__(self) -> None:
         """Refuse what cannot be run, before anything is started."""
-        _check_names("runner", self.runners, tuple(RUNNERS))
-        _check_names("runner of --engine-of", tuple(self.engine_of), tuple(RUNNERS))
+        known = (*RUNNERS, BEFORE) if self.before else tuple(RUNNERS)
+        _check_names("runner", self.runners, known)
+        _check_names("runner of --engine-of", tuple(self.engine_of), known)
         _check_names("part", self.parts, PARTS)
         if not self.runners or not self.parts:
             raise ValueError("there is nothing to do: name a runner and a part")

@@ -11,6 +11,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from mrv2_diff.parameters import PARAMETERS
+
 ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
 CALLS = ("cuda_runtime", "cuda_driver")
 BRACKET = {"cudaDeviceSynchronize": 2}
@@ -33,8 +35,13 @@ _MODEL_NAMES = re.compile(
 )
 """Of vLLM's dense decoders. Every kernel is listed with its class, so that a reader can check."""
 _NOT_MODEL_NAMES = re.compile(
-    r"sampl|gumbel|top_?k|top_?p|softmax|argmax|penalt|min_p|logprob|slot_mapping|scatter|"
-    r"prepare_|gather_block|block_table|post_update|logit",
+    "|".join(
+        [
+            r"sampl|gumbel|softmax|argmax|slot_mapping|scatter",
+            r"prepare_|gather_block|block_table|post_update|logit",
+            *(row.kernels for row in PARAMETERS if row.kernels is not None),
+        ]
+    ),
     re.I,
 )
 """Win over the names of the model: `_topk_log_softmax_kernel`, `gather_block_tables`."""

@@ -11,10 +11,11 @@ from torch import Tensor
 
 from mrv2.batch import commit, decode, inputs
 from mrv2.batch.inputs import InputBatch
+from mrv2.head.check import Forced
 from mrv2.memory.arena import Arena
 from mrv2.output import PendingOutput
 from mrv2.ports import ForwardInputs, ForwardOutput
-from mrv2.runner import Forced, Runner
+from mrv2.runner import Runner
 from mrv2.state import block_tables
 from mrv2_compat.vllm_v1.host.attention import VllmAttentionPlanner
 from mrv2_compat.vllm_v1.host.model import VllmModel

@@ -8,7 +8,8 @@ from unittest.mock import patch
 
 from mrv2 import runner as core
 from mrv2.batch.layout import BatchLayout
-from mrv2.plan import Arrival, NextDecode, Sampling, Scheduled, StepPlan
+from mrv2.params import Sampling
+from mrv2.plan import Arrival, NextDecode, Scheduled, StepPlan
 from mrv2.state.block_tables import BlockTables
 from mrv2.state.requests import RequestColumns
 from mrv2_compat.vllm_v1 import runner as adapter

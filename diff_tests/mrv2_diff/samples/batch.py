@@ -106,7 +106,7 @@ def _commit_step(generator: torch.Generator) -> Iterator[Sample]:
                 "rows": scattered_rows(num_reqs, _MAX_ROWS, generator),
                 "seq_lens": torch.tensor(seq_lens, dtype=torch.int32),
                 "num_logits": torch.tensor(num_logits, dtype=torch.int32),
-                "token_ids": strided(token_ids, gap=2),
+                "token_ids": token_ids,
                 "num_sampled": torch.tensor(num_sampled, dtype=torch.int32),
                 "token_table": strided(table, gap=3),
                 "num_computed_tokens": sentinels(_MAX_ROWS, dtype=torch.int32),

@@ -4,6 +4,7 @@ import random
 from collections.abc import Iterator
 from typing import Any
 
+from mrv2_diff.parameters import PARAMETERS
 from mrv2_diff.schedules.actions import (
     PREFIX_LEN,
     Abort,
@@ -31,12 +32,9 @@ SETUPS: tuple[Setup, ...] = tuple(
 """Each for a part of the steps: scarcity of rows, of tokens and of blocks, and what scheduling may
 depend on."""
 
-OPTIONS: tuple[dict[str, Any], ...] = (
-    {"presence_penalty": 0.7, "frequency_penalty": 0.4},
-    {"repetition_penalty": 1.4},
-    {"min_tokens": 1},
-    {"allowed_token_ids": [0, 3, 5, 8, 13, 21, 30]},
-    {"top_k": 5, "top_p": 0.9, "min_p": 0.05},
+OPTIONS: tuple[dict[str, Any], ...] = tuple(
+    {row.name: row.bundles[bundle] for row in PARAMETERS if bundle in row.bundles}
+    for bundle in sorted({bundle for row in PARAMETERS for bundle in row.bundles})
 )
 """Parameters whose effect depends on the tokens before, or on what the row remembers."""
 

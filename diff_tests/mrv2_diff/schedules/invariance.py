@@ -3,13 +3,16 @@
 import math
 import random
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from operator import itemgetter
 from typing import Any
 
 from msgspec.structs import replace
 
 from mrv2_compat.vllm_v1.requests.refusals import request_refusals
+from mrv2_diff.parameters import PARAMETERS
 from mrv2_diff.schedules.actions import Arrive, Drain, Reset, Setup
 from mrv2_diff.schedules.driver import Driver, Logprobs, Turn
 from mrv2_diff.schedules.params import sampling_params
@@ -27,36 +30,25 @@ def _tokens(draw: random.Random, count: int) -> list[int]:
     return draw.sample(range(Setup().vocab_size), count)
 
 
-_OPTIONS: Mapping[str, Callable[[random.Random], object]] = {
-    "top_k": lambda draw: draw.randint(1, 12),
-    "top_p": lambda draw: draw.uniform(0.3, 0.95),
-    "min_p": lambda draw: draw.uniform(0.01, 0.3),
-    "presence_penalty": lambda draw: draw.uniform(-1.5, 1.5),
-    "frequency_penalty": lambda draw: draw.uniform(-1.5, 1.5),
-    "repetition_penalty": lambda draw: draw.uniform(0.6, 1.8),
-    "logit_bias": lambda draw: {token: draw.uniform(-4.0, 4.0) for token in _tokens(draw, 3)},
-    "min_tokens": lambda draw: draw.randint(1, _MAX_TOKENS),
-    "_bad_words_token_ids": lambda draw: [_tokens(draw, length) for length in (1, 1, 2, 2, 3)],
-    "allowed_token_ids": lambda draw: _tokens(draw, 12),
-    "thinking_token_budget": lambda draw: draw.randint(0, 6),
-    "logprob_token_ids": lambda draw: _tokens(draw, draw.randint(1, 6)),
-    "logprobs": lambda draw: draw.choice([-1, 0, 1, 5]),
-    "prompt_logprobs": lambda draw: draw.choice([-1, 0, 1, 5]),
-}
-"""How the value of each parameter is drawn, by vLLM's name."""
-_NOT_WITH_A_GRAMMAR = {"allowed_token_ids", "thinking_token_budget"}
-"""Parameters that may leave a grammar no token, or force one that it forbids."""
+_DRAWN = sorted(
+    ((place, row, value) for row in PARAMETERS for place, value in row.invariance.items()),
+    key=itemgetter(0),
+)
+"""Parameters that a request may have, in order, and how the value of each is drawn."""
 
 
 def _request(number: int) -> Arrive:
     """Return a request whose prompt and parameters were drawn from its number."""
     draw = random.Random(f"request {number}")
-    options: dict[str, Any] = {
-        name: value(draw) for name, value in _OPTIONS.items() if draw.random() < _SOME
-    }
+    asked = [
+        (row, value(draw, partial(_tokens, draw)))
+        for _, row, value in _DRAWN
+        if draw.random() < _SOME
+    ]
+    options: dict[str, Any] = {row.attribute or row.name: value for row, value in asked}
     if "logprob_token_ids" in options:
         options.pop("logprobs", None)
-    has_grammar = draw.random() < _SOME and not options.keys() & _NOT_WITH_A_GRAMMAR
+    has_grammar = draw.random() < _SOME and all(row.goes_with_grammars for row, _ in asked)
     return Arrive(
         name=f"r{number}",
         prefix=number % 3,

@@ -12,34 +12,16 @@ from dataclasses import dataclass, replace
 
 from mrv2_diff.case import Add, Case, EngineSpec, Event
 from mrv2_diff.catalog.prompts import CACHED, CHUNKED, ROOMY, prompt
-from mrv2_diff.catalog.workloads import some_tokens
+from mrv2_diff.kinds import Options
 from mrv2_diff.models.spec import ModelSpec
-
-Options = tuple[tuple[str, object], ...]
+from mrv2_diff.parameters import alike_of
 
 NUM_REQUESTS = (4, 7)
 MAX_TOKENS = (4, 12)
 _VOCAB = 256
 """Of prompts; the tokens of bytes."""
 
-_MASKS: tuple[Options, ...] = (
-    (("allowed_token_ids", some_tokens(21, 120)),),
-    (("bad_words", tuple((token,) for token in some_tokens(23, 80))),),
-    (("logit_bias", tuple((token, 1.5) for token in some_tokens(20, 60))),),
-    (("logit_bias", ((7, 100.0), (8, -100.0), (9, 2.0))),),
-    (("min_tokens", MAX_TOKENS[0]), ("stop_token_ids", some_tokens(24, 25))),
-)
-_PENALTIES: tuple[Options, ...] = (
-    (("presence_penalty", 1.2),),
-    (("frequency_penalty", -0.6),),
-    (("repetition_penalty", 1.3),),
-)
-_CUTS: tuple[Options, ...] = (
-    (("top_k", 5),),
-    (("top_p", 0.4),),
-    (("min_p", 0.3),),
-    (("top_k", 30),),
-)
+_MASKS, _PENALTIES, _CUTS = alike_of("masks"), alike_of("penalties"), alike_of("cuts")
 
 _TIGHT = replace(CHUNKED, max_model_len=128, num_blocks=6)
 """5 usable blocks: requests are preempted and resumed."""

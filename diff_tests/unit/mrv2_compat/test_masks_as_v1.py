@@ -11,7 +11,8 @@ from torch import Tensor
 
 from mrv2.memory.arena import Arena
 from mrv2.memory.transfers import Transfers
-from mrv2.plan import Arrival, Sampling
+from mrv2.params import Sampling
+from mrv2.plan import Arrival
 from mrv2.sampling.allowed_tokens import AllowedTokens
 from mrv2.sampling.columns import DrawColumns
 from mrv2.sampling.logit_bias import LogitBias

@@ -35,6 +35,7 @@ from vllm.v1.sample.logits_processor import (
 
 from mrv2 import (
     Arrival,
+    LogitsStage,
     LogitsView,
     PendingOutput,
     ProtocolError,
@@ -294,13 +295,15 @@ def _apply(instance: LogitsProcessor, logits: Tensor) -> None:
     logits.copy_(processed)
 
 
-class CustomStage:
+class CustomStage(LogitsStage):
     """One group of custom processors as a stage of the runner.
 
     Args:
         processors: The engine's.
         group: Those that act here.
     """
+
+    takes_plain = True
 
     def __init__(self, processors: CustomProcessors, group: Sequence[_Processor]) -> None:
         self._processors = processors

@@ -19,6 +19,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from mrv2_compat.vllm_v1.features.feature import Feature
 
+from mrv2_compat.vllm_v1.requests.parameters import SERVED
+
 ATTENTION_BACKENDS = ("CPU_ATTN", "FLASH_ATTN", "TRITON_ATTN")
 KV_CACHE_SPECS = ("FullAttentionSpec", "SlidingWindowSpec")
 OTHER_RUNNER = "or set MRV2_RUNNER=v1"
@@ -230,29 +232,7 @@ _V2_ONLY_PATHS = (
     "aux_output_config.enabled",
 )
 
-SERVED_BY_RUNNER = frozenset(
-    {
-        "_bad_words_token_ids",
-        "allowed_token_ids",
-        "bad_words",
-        "extra_args",
-        "frequency_penalty",
-        "logit_bias",
-        "logprob_token_ids",
-        "logprobs",
-        "min_p",
-        "min_tokens",
-        "presence_penalty",
-        "prompt_logprobs",
-        "repetition_penalty",
-        "seed",
-        "structured_outputs",
-        "temperature",
-        "thinking_token_budget",
-        "top_k",
-        "top_p",
-    }
-)
+SERVED_BY_RUNNER = SERVED
 """Fields of SamplingParams that the runner acts on."""
 
 SCHEDULER_OR_FRONTEND = frozenset(

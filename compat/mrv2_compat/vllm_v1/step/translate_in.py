@@ -9,7 +9,7 @@ arrives.
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import compress
-from operator import add, attrgetter
+from operator import add
 
 from vllm.sampling_params import SamplingParams
 from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
@@ -17,6 +17,7 @@ from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, Schedul
 from mrv2 import Arrival, Continuation, ProtocolError, Sampling, Scheduled, StepPlan
 from mrv2.errors import UnsupportedByRunner
 from mrv2_compat.vllm_v1.features.active import NO_FEATURES, ActiveFeatures
+from mrv2_compat.vllm_v1.requests.parameters import SHAPES_NOTHING, shaped, shaping
 from mrv2_compat.vllm_v1.requests.refusals import asks_for_nothing_refused, request_refusals
 from mrv2_compat.vllm_v1.step.ledger import KnownRequest, LastDecode, RequestLedger
 
@@ -160,10 +161,6 @@ def sampling_of(
     every rank gives it the same. Parameters of a greedy request that only narrow a draw were reset
     by vLLM already.
 
-    Two of vLLM's own lists may name tokens that the model has no logits for, because a tokenizer
-    may know more of them: bad words and stop tokens. Such a token cannot be drawn, so it is
-    forbidden as it is, and is left out.
-
     Raises:
         ConfigError: A value is outside its range.
     """
@@ -171,57 +168,9 @@ def sampling_of(
     if seed is None:
         digest = hashlib.blake2b(b"%d/%d" % (engine_seed, arrival_number), digest_size=8).digest()
         seed = int.from_bytes(digest, "little")
-    if _shaping(params) in _SHAPES_NOTHING:
+    if shaping(params) in SHAPES_NOTHING:
         return Sampling(temperature=params.temperature, seed=seed)
-    allowed = params.allowed_token_ids
-    wanted = params.logprob_token_ids
-    return Sampling(
-        temperature=params.temperature,
-        seed=seed,
-        top_k=max(params.top_k, 0),
-        top_p=params.top_p,
-        min_p=params.min_p,
-        presence_penalty=params.presence_penalty,
-        frequency_penalty=params.frequency_penalty,
-        repetition_penalty=params.repetition_penalty,
-        logit_bias=params.logit_bias or {},
-        allowed_token_ids=None if allowed is None else tuple(allowed),
-        bad_words=tuple(
-            tuple(word)
-            for word in params.bad_words_token_ids or ()
-            if _can_be_drawn(word, vocab_size)
-        ),
-        min_tokens=params.min_tokens,
-        stop_token_ids=_stop_token_ids(params, vocab_size),
-        is_structured=params.structured_outputs is not None,
-        thinking_budget=params.thinking_token_budget,
-        num_logprobs=params.logprobs,
-        logprob_token_ids=None if wanted is None else tuple(wanted),
-        num_prompt_logprobs=params.prompt_logprobs,
-    )
-
-
-_shaping = attrgetter(
-    "top_k", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty",
-    "logit_bias", "allowed_token_ids", "bad_words_token_ids", "min_tokens", "structured_outputs",
-    "thinking_token_budget", "logprobs", "logprob_token_ids", "prompt_logprobs",
-)  # fmt: skip
-"""Whatever of a request's parameters becomes part of `Sampling`, beside temperature and seed."""
-_SHAPES_NOTHING = tuple(
-    (top_k, 1.0, 0.0, 0.0, 0.0, 1.0, None, None, None, 0, None, None, None, None, None)
-    for top_k in (0, -1)
-)
-
-
-def _stop_token_ids(params: SamplingParams, vocab_size: int) -> tuple[int, ...]:
-    """Return the stop tokens that can be drawn, EOS among them; none where no step forbids them."""
-    if not params.min_tokens:
-        return ()
-    return tuple(sorted(i for i in params.all_stop_token_ids if _can_be_drawn((i,), vocab_size)))
-
-
-def _can_be_drawn(token_ids: Sequence[int], vocab_size: int) -> bool:
-    return all(0 <= token_id < vocab_size for token_id in token_ids)
+    return Sampling(temperature=params.temperature, seed=seed, **shaped(params, vocab_size))
 
 
 def _require_equal_lists(cached: CachedRequestData) -> None:

@@ -24,14 +24,15 @@ from mrv2.features.prompt_logprobs import CHUNK_BYTES, PromptLogprobs
 from mrv2.memory.arena import Arena
 from mrv2.memory.transfers import Transfers, queue_copy
 from mrv2.ops.twin import TwinOp
-from mrv2.plan import Arrival, Sampling
+from mrv2.params import Sampling
+from mrv2.plan import Arrival
 from mrv2.sampling import gumbel, likeliest
 from mrv2.sampling.gumbel import draw
 from mrv2.sampling.likeliest import summarize_logits
 from mrv2.sampling.logprobs import gather_logprobs
 from mrv2.sampling.narrowing import Narrowing
 from mrv2.sampling.sampler import Sampler, draw_unattached
-from mrv2.sampling.stage import LogitsView, StageFactory, StageResources
+from mrv2.sampling.stage import LogitsView, NarrowingStage, StageFactory, StageResources
 from mrv2.sampling.stages import STAGES
 from mrv2.state.block_tables import BlockTables
 from mrv2.state.requests import RequestColumns
@@ -358,8 +359,10 @@ def test_a_prompt_costs_a_chunk_however_long_it_is(count: int, dtype: torch.dtyp
     assert CHUNK_BYTES // 2 < peaks.pop() <= CHUNK_BYTES
 
 
-class Copies:
+class Copies(NarrowingStage):
     """A stage as nobody should write it: it takes a float32 copy of the logits to look at them."""
+
+    takes_plain = True
 
     def __init__(self, resources: StageResources) -> None: ...
     def admit(self, row: int, arrival: Arrival) -> None: ...

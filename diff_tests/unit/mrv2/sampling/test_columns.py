@@ -6,7 +6,8 @@ import torch
 
 from mrv2.memory.arena import Arena
 from mrv2.memory.transfers import Transfers
-from mrv2.plan import Arrival, Sampling
+from mrv2.params import Sampling
+from mrv2.plan import Arrival
 from mrv2.sampling.columns import GREEDY_BELOW, DrawColumns
 
 

@@ -17,7 +17,8 @@ import torch
 from mrv2.config import RunnerConfig
 from mrv2.memory.arena import Arena
 from mrv2.memory.transfers import Transfers
-from mrv2.plan import Arrival, Sampling, sampling_faults
+from mrv2.params import Sampling, sampling_faults
+from mrv2.plan import Arrival
 from mrv2.sampling.sampler import Sampler
 from mrv2.sampling.stage import LogitsView
 from mrv2.state.requests import RequestColumns

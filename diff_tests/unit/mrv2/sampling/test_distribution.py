@@ -12,7 +12,7 @@ import torch
 from scipy import stats  # type: ignore[import-untyped]
 from torch import Tensor
 
-from mrv2.plan import Sampling
+from mrv2.params import Sampling
 from mrv2.sampling import gumbel, temperature
 from mrv2.sampling.narrowing import settle_logits
 from mrv2.sampling.rng import reference_high_word, reference_key, reference_low_word

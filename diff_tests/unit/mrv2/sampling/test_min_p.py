@@ -10,7 +10,8 @@ from torch import Tensor
 from mrv2.config import RunnerConfig
 from mrv2.memory.arena import Arena
 from mrv2.memory.transfers import Transfers
-from mrv2.plan import Arrival, Sampling
+from mrv2.params import Sampling
+from mrv2.plan import Arrival
 from mrv2.sampling.columns import DrawColumns
 from mrv2.sampling.min_p import MinP, cut_by_min_p
 from mrv2.sampling.narrowing import Narrowing

@@ -12,10 +12,11 @@ from mrv2.config import LogprobsMode, RunnerConfig, ThinkingMarkers
 from mrv2.errors import CapacityError, ConfigError
 from mrv2.memory.arena import Arena
 from mrv2.memory.transfers import Transfers
-from mrv2.plan import Arrival, Sampling
+from mrv2.params import Sampling
+from mrv2.plan import Arrival
 from mrv2.sampling.columns import GREEDY_BELOW, DrawColumns
 from mrv2.sampling.sampler import Sampler
-from mrv2.sampling.stage import LogitsView, StageFactory, StageResources
+from mrv2.sampling.stage import LogitsStage, LogitsView, StageFactory, StageResources
 from mrv2.sampling.stages import STAGES, stages_with
 from mrv2.state.requests import RequestColumns
 from mrv2.trace import NullTrace, Probe, StepTrace
@@ -151,8 +152,10 @@ def test_no_stage_wants_anything_of_a_plain_request(factory: StageFactory) -> No
     assert not stage.wants(row)
 
 
-class Own:
+class Own(LogitsStage):
     """A host's stage that wants one row, whatever the request asks for."""
+
+    takes_plain = True
 
     def __init__(self, resources: StageResources) -> None:
         self.rows: set[int] = set()

@@ -7,7 +7,8 @@ from torch import Tensor
 
 from mrv2.memory.arena import Arena
 from mrv2.memory.transfers import Transfers
-from mrv2.plan import Arrival, Sampling
+from mrv2.params import Sampling
+from mrv2.plan import Arrival
 from mrv2.sampling.columns import DrawColumns
 from mrv2.sampling.stage import StageResources
 from mrv2.sampling.top_k_top_p import TopKTopP, cut_to_top

@@ -7,7 +7,8 @@ from mrv2.config import KVGroup
 from mrv2.errors import CapacityError, ProtocolError
 from mrv2.memory.arena import Arena
 from mrv2.memory.transfers import Transfers
-from mrv2.plan import Arrival, Sampling
+from mrv2.params import Sampling
+from mrv2.plan import Arrival
 from mrv2.state.block_tables import BlockTables, gather_block_table, slot_mapping
 
 GROUPS = (KVGroup(block_size=4, max_blocks=6), KVGroup(block_size=8, max_blocks=3))

@@ -1,11 +1,13 @@
 """What is asked for is checked before an engine is started, and the engine can hold it."""
 
 import math
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from mrv2_diff.device_bench.channel import environ_of
 from mrv2_diff.device_bench.options import BLOCK_SIZES, Options
 from mrv2_diff.models.shapes import SHAPES, write_shape
 
@@ -80,3 +82,15 @@ def test_transformers_reads_a_shape(name: str, tmp_path: Path) -> None:
     config = AutoConfig.from_pretrained(write_shape(tmp_path / name, name))
     assert config.num_hidden_layers == SHAPES[name]["num_hidden_layers"]
     assert str(config.dtype) == "torch.bfloat16"
+
+
+def test_another_installation_takes_part_under_its_own_name(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with pytest.raises(ValueError, match="no runner 'before'; choose from v1, mrv2, vllm-v2"):
+        Options(runners=("mrv2", "before"))
+    options = Options(runners=("mrv2", "before"), before="/older")
+    monkeypatch.setenv("PYTHONPATH", "/newer")
+    assert environ_of("before", options.before)["PYTHONPATH"] == f"/older{os.pathsep}/newer"
+    assert environ_of("before", options.before)["MRV2_RUNNER"] == "mrv2"
+    assert "PYTHONPATH" not in environ_of("mrv2", options.before)
