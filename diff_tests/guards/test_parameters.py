@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from mrv2 import Sampling
-from mrv2_compat.vllm_v1 import parameters as adapter
+from mrv2_compat.vllm_v1.requests import parameters as adapter
 from mrv2_compat.vllm_v1.requests import refusals
 from mrv2_diff import right_values
 from mrv2_diff.catalog.sampling_pairs import FACTORS

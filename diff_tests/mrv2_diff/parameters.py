@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from mrv2_compat.vllm_v1 import parameters as served
+from mrv2_compat.vllm_v1.requests import parameters as served
 from mrv2_diff.kinds import Kind, Options, drawn, greedy, some_tokens
 from mrv2_diff.models.tokenizer import VOCAB_SIZE
 

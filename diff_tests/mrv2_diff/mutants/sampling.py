@@ -115,13 +115,15 @@ def _least_number_counts_the_prompt() -> Context:
 
 
 def _end_of_sequence_is_no_stop() -> Context:
-    def faulty(stops: Callable[..., tuple[int, ...]]) -> Callable[..., tuple[int, ...]]:
-        def named(params: Any, vocab_size: int) -> tuple[int, ...]:
-            return tuple(i for i in stops(params, vocab_size) if i in (params.stop_token_ids or ()))
+    def faulty(shaped: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
+        def named(params: Any, vocab_size: int) -> dict[str, Any]:
+            fields, listed = shaped(params, vocab_size), params.stop_token_ids or ()
+            stops = tuple(i for i in fields["stop_token_ids"] if i in listed)
+            return fields | {"stop_token_ids": stops}
 
         return named
 
-    return changed(translate_in, "_stop_token_ids", faulty)
+    return changed(translate_in, "shaped", faulty)
 
 
 def _bad_words_one_token_late() -> Context:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from mrv2_compat.vllm_v1.features.feature import Feature
 
-from mrv2_compat.vllm_v1.parameters import SERVED
+from mrv2_compat.vllm_v1.requests.parameters import SERVED
 
 ATTENTION_BACKENDS = ("CPU_ATTN", "FLASH_ATTN", "TRITON_ATTN")
 KV_CACHE_SPECS = ("FullAttentionSpec", "SlidingWindowSpec")

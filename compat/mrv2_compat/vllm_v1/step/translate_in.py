@@ -17,7 +17,7 @@ from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, Schedul
 from mrv2 import Arrival, Continuation, ProtocolError, Sampling, Scheduled, StepPlan
 from mrv2.errors import UnsupportedByRunner
 from mrv2_compat.vllm_v1.features.active import NO_FEATURES, ActiveFeatures
-from mrv2_compat.vllm_v1.parameters import SHAPES_NOTHING, shaped, shaping
+from mrv2_compat.vllm_v1.requests.parameters import SHAPES_NOTHING, shaped, shaping
 from mrv2_compat.vllm_v1.requests.refusals import asks_for_nothing_refused, request_refusals
 from mrv2_compat.vllm_v1.step.ledger import KnownRequest, LastDecode, RequestLedger
 
