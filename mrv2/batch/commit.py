@@ -120,7 +120,7 @@ def _commit_step_reference(
         accepted = torch.minimum(num_sampled, num_logits).clamp_(min=0)
         progress = seq_lens - num_logits + accepted
     num_computed_tokens.index_copy_(0, row, progress)
-    if token_ids.shape[1] == 1 and bool(accepted.all()):  # a decode, in few operations
+    if token_ids.shape[1] == 1 and int(accepted.min()) > 0:  # a decode, in few operations
         token_table.index_put_((row, progress.long()), token_ids[:, 0].to(torch.int32))
         return
     request, offset = (torch.arange(token_ids.shape[1]) < accepted[:, None]).nonzero(as_tuple=True)

@@ -60,12 +60,15 @@ def _sequence_length_of_decodes_one_short() -> Context:
     return after(decode.decode_tokens, lambda arguments: arguments["seq_lens"].sub_(1))
 
 
-def _decodes_draw_one_position_too_far() -> Context:
+def _tokens_of_decodes_one_position_too_far() -> Context:
     def too_far(arguments: Arguments) -> None:
-        last = arguments["token_table"].shape[1] - 1
-        arguments["draw_positions"].add_(1).clamp_(max=last)
+        drawing = (arguments["num_sampled"] > 0) & (arguments["num_logits"] == 1)
+        rows, own = arguments["rows"][drawing].long(), arguments["seq_lens"][drawing].long()
+        table, tokens = arguments["token_table"], arguments["token_ids"][drawing, 0]
+        table[rows, own] = 0
+        table[rows, (own + 1).clamp(max=table.shape[1] - 1)] = tokens.to(torch.int32)
 
-    return after(decode.decode_tokens, too_far)
+    return after(commit.commit_step, too_far)
 
 
 def _slot_of_decodes_from_wrong_block() -> Context:
@@ -269,7 +272,7 @@ MUTANTS = (
         title="a decode's token is put one position behind its own",
         case="lifecycle.greedy",
         first="input_ids",
-        apply=_decodes_draw_one_position_too_far,
+        apply=_tokens_of_decodes_one_position_too_far,
     ),
     Mutant(
         id="slot-of-decodes-from-wrong-block",
