@@ -221,15 +221,15 @@ class Runner:
             self._check_results(step, results)
             may_reject = results.sampled.num_sampled is not step.batch.num_logits
             tokens = DownloadedTokens(results.sampled, self.transfers, may_reject=may_reject)
+        if results is not None:
+            committed = results.sampled if forced is None else self._forced_tokens(layout, forced)
+            parts.commit(step.batch, committed)
+            self.trace.record("committed", committed)
         readers = parts.extensions.outputs(step)
         if results is not None:
             readers.update(results.readers)
         logprobs = None if results is None else results.logprobs
         pending = PendingOutput(layout, tokens, logprobs, self.transfers, readers, forced)
-        if results is not None:
-            committed = results.sampled if forced is None else self._forced_tokens(layout, forced)
-            parts.commit(step.batch, committed)
-            self.trace.record("committed", committed)
         parts.extensions.after_sample(step, pending)
         if layout.max_num_logits > 1:
             drafts = np.maximum(layout.num_logits_of - 1, 0)
