@@ -135,6 +135,7 @@ def hashlm_tokens(
     num_tokens: int,
     vocab_size: int,
     windows: Sequence[int | None] = (None,),
+    salt: int = 0,
 ) -> list[int]:
     """Return the greedy continuation of a prompt, without a runner, a cache or torch.
 
@@ -143,6 +144,7 @@ def hashlm_tokens(
         num_tokens: Tokens to continue with.
         vocab_size: Of the model.
         windows: For each KV group, as for `HashLM`.
+        salt: Added to each token's context before its logits are made.
     """
     keys = [_mix_int(token_id + _LOGIT_KEY) for token_id in range(vocab_size)]
     sums = [0]
@@ -151,7 +153,7 @@ def hashlm_tokens(
         word = _mix_int(tokens[position] * _TOKEN_KEY + position)
         sums.append(sums[-1] + word * (2 * position + 1) * _POSITION_KEY)
         if position + 1 == len(tokens):
-            hidden = _hidden(sums, windows)
+            hidden = _hidden(sums, windows) + salt
             scores = [_signed(_mix_int(hidden + key)) for key in keys]
             tokens.append(scores.index(max(scores)))
     return tokens[len(prompt) :]
