@@ -95,15 +95,19 @@ class StepExtension:
         """Return what is entered while a step of a variant is captured."""
         return nullcontext()
 
-    def extend(self, layout: BatchLayout, batch: InputBatch) -> Mapping[str, Tensor]:
+    def extend(
+        self, layout: BatchLayout, batch: InputBatch, num_tokens: int
+    ) -> Mapping[str, Tensor]:
         """Queue what makes further inputs of the model, and return them by name.
 
         It is captured with the step. `input_ids`, `positions` and `inputs_embeds` take the place of
         the runner's own. Each tensor begins at the same address in every step.
 
         Args:
-            layout: The step's; padded where it is captured.
+            layout: The step's; padded where it is captured whole.
             batch: Its inputs.
+            num_tokens: Tokens of the forward, with those that pad it for the model's own graphs: as
+                many as the runner's own inputs have.
         """
         return NO_TENSORS
 
@@ -125,7 +129,7 @@ class StepExtension:
         """
 
     def outputs(self, step: Step) -> Reader | None:
-        """Queue the copies of what the step gives to the host.
+        """Queue the copies of what the step gives to the host; its commit is queued.
 
         Returns:
             What reads it once the step has passed; None where there is nothing this time.
@@ -209,7 +213,7 @@ class Extensions:
         """Return which combination a step needs."""
         if not self._varying:
             return ()
-        return tuple(member.variant(layout) for member in self._varying)
+        return tuple(_own_variant(member, layout) for member in self._varying)
 
     @contextmanager
     def capturing(self, variant: Variant) -> Iterator[None]:
@@ -219,7 +223,9 @@ class Extensions:
                 stack.enter_context(member.capturing(own))
             yield
 
-    def extend(self, layout: BatchLayout, batch: InputBatch) -> Mapping[str, Tensor]:
+    def extend(
+        self, layout: BatchLayout, batch: InputBatch, num_tokens: int
+    ) -> Mapping[str, Tensor]:
         """Return the further inputs of all.
 
         Raises:
@@ -230,7 +236,7 @@ class Extensions:
         further: dict[str, Tensor] = {}
         for member in self._extending:
             try:
-                given = member.extend(layout, batch)
+                given = member.extend(layout, batch, num_tokens)
             except Mrv2Error:
                 raise
             except Exception as fault:
@@ -301,6 +307,15 @@ class Extensions:
                 f"extension {member.name!r} gives {name!r} at another address than before; a graph "
                 "reads where it was first: keep one buffer, and give views that begin where it does"
             )
+
+
+def _own_variant(member: StepExtension, layout: BatchLayout) -> Hashable:
+    try:
+        return member.variant(layout)
+    except Mrv2Error:
+        raise
+    except Exception as fault:
+        raise fault_of(member, "variant", fault) from fault
 
 
 def fault_of(member: Any, hook: str, fault: Exception) -> ExtensionError:

@@ -181,20 +181,17 @@ class Runner:
             check_sampled(results.sampled, step, self.head)
             may_reject = results.sampled.num_sampled is not step.batch.num_logits
             tokens = DownloadedTokens(results.sampled, self.transfers, may_reject=may_reject)
-        readers = parts.extensions.outputs(step)
-        if results is None:
-            pending = PendingOutput(layout, tokens, None, self.transfers, readers, forced)
-        else:
-            if results.readers:
-                readers = {**readers, **results.readers}
-            pending = PendingOutput(
-                layout, tokens, results.logprobs, self.transfers, readers, forced
-            )
             committed = results.sampled
             if forced is not None:
                 committed = forced_tokens(forced, layout, self.transfers)
             parts.commit(step.batch, committed)
             self.trace.record("committed", committed)
+        readers, logprobs = parts.extensions.outputs(step), None
+        if results is not None:
+            logprobs = results.logprobs
+            if results.readers:
+                readers = {**readers, **results.readers}
+        pending = PendingOutput(layout, tokens, logprobs, self.transfers, readers, forced)
         parts.extensions.after_sample(step, pending)
         if layout.max_num_logits > 1:
             drafts = np.maximum(layout.num_logits_of - 1, 0)

@@ -48,7 +48,9 @@ class ToyRequest:
     """For each KV group."""
     num_computed: int = 0
     num_in_flight: int = 0
-    """Tokens that were drawn by queued steps and not taken yet."""
+    """Tokens that were drawn by queued steps and not taken yet, as if every draft were accepted."""
+    num_drafts_in_flight: int = 0
+    """Drafts of those steps."""
     has_row: bool = False
     num_preemptions: int = 0
 
@@ -66,10 +68,16 @@ class ToyRequest:
 class ToyHost:
     """Requests, blocks, and the plan of the next step.
 
+    What a request runs beyond its known tokens are drafts. They count as accepted until the output
+    of their step is taken, as in vLLM's scheduler.
+
     Args:
         groups: KV groups of the runner.
         num_blocks: Blocks of each group.
     """
+
+    max_drafts = 0
+    """Drafts that a request may run in a step."""
 
     def __init__(self, groups: Sequence[KVGroup], num_blocks: int) -> None:
         self.requests: dict[str, ToyRequest] = {}
@@ -80,7 +88,8 @@ class ToyHost:
         self._free = [list(range(num_blocks)) for _ in groups]
         self._holders: list[Counter[int]] = [Counter() for _ in groups]
         self._departed: list[str] = []
-        self._draws: deque[list[tuple[ToyRequest, int]]] = deque()
+        self._draws: deque[list[tuple[ToyRequest, int, int]]] = deque()
+        """For each step in flight who draws, in which life, and how many drafts it runs."""
         self._last: Scheduled | NextDecode | None = None
         """What the last step ran, if every request drew."""
 
@@ -115,7 +124,7 @@ class ToyHost:
         """Take the row, the blocks and the progress; tokens in flight will be drawn again."""
         request = self.requests[req_id]
         self._leave(request)
-        request.num_computed = request.num_in_flight = 0
+        request.num_computed = request.num_in_flight = request.num_drafts_in_flight = 0
         request.num_preemptions += 1
 
     def finish(self, req_id: str) -> ToyRequest:
@@ -138,10 +147,12 @@ class ToyHost:
             num_computed_tokens=[],
             num_known_tokens=[],
         )
-        draws: list[tuple[ToyRequest, int]] = []
+        draws: list[tuple[ToyRequest, int, int]] = []
         for req_id, num_tokens in work.items():
             request = self.requests[req_id]
-            assert 0 < num_tokens <= request.num_left
+            num_drafts = num_tokens - request.num_left
+            assert num_tokens > 0
+            assert num_drafts <= self.max_drafts
             new_blocks = self._grow(request, request.num_computed + num_tokens)
             if not request.has_row:
                 arrivals.append(_arrival(request))
@@ -151,9 +162,10 @@ class ToyHost:
             scheduled.num_computed_tokens.append(request.num_computed)
             scheduled.num_known_tokens.append(request.num_known)
             request.num_computed += num_tokens
-            if not request.num_left:
-                draws.append((request, request.num_preemptions))
-                request.num_in_flight += 1
+            if num_drafts >= 0:
+                draws.append((request, request.num_preemptions, num_drafts))
+                request.num_in_flight += 1 + num_drafts
+                request.num_drafts_in_flight += num_drafts
         departed, self._departed = self._departed, []
         if work:
             self._draws.append(draws)
@@ -172,11 +184,14 @@ class ToyHost:
             r: tokens for r, tokens in zip(output.req_ids, output.token_ids, strict=True) if tokens
         }
         draws = self._draws.popleft()
-        assert list(drawn) == [request.req_id for request, _ in draws]
-        for request, num_preemptions in draws:
+        assert list(drawn) == [request.req_id for request, _, _ in draws]
+        for request, num_preemptions, num_drafts in draws:
             if request.num_preemptions == num_preemptions:
-                request.outputs.extend(drawn[request.req_id])
-                request.num_in_flight -= 1
+                tokens = drawn[request.req_id]
+                request.outputs.extend(tokens)
+                request.num_computed -= 1 + num_drafts - len(tokens)
+                request.num_in_flight -= 1 + num_drafts
+                request.num_drafts_in_flight -= num_drafts
 
     def _going_on(self, scheduled: Scheduled) -> Scheduled | NextDecode:
         """Return the short form of a step that only goes on from the last one."""

@@ -207,7 +207,7 @@ class Executor:
         width = max(layout.max_num_logits, 1)
         slot = self.ring.begin(layout.num_reqs * width, may_reject=width > 1)
         self._whole.replay(key)
-        step = ReplayedStep(number, layout, key, self._whole, slot, self._transfers)
+        step = ReplayedStep(number, layout, key, self._whole, slot, self._transfers, parts.requests)
         if trace.wants("batch"):
             trace.record("batch", step.batch)
             trace.record("forward_inputs", step.values.inputs)

@@ -61,7 +61,7 @@ class StepParts(HostParts):
             attention=self.attention.plan(batch) if plans else None,
             replays=replays,
         )
-        further = self.extensions.extend(batch.layout, batch)
+        further = self.extensions.extend(batch.layout, batch, num_tokens)
         if not further:
             return inputs
         own = {name: further[name] for name in _OWN if name in further}

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
+from mrv2.batch.commit import commit_step
 from mrv2.batch.inputs import InputBatch
 from mrv2.batch.layout import BatchLayout, Int32, pack_mixed, pack_uniform
 from mrv2.execute.capture import Graph, GraphMaker
@@ -20,6 +21,7 @@ from mrv2.memory.transfers import Transfers
 from mrv2.output import HostTokens
 from mrv2.ports import ForwardInputs, ForwardOutput
 from mrv2.sampling.stage import LogitsView
+from mrv2.state.requests import RequestColumns
 from mrv2.step import Draws
 
 
@@ -128,9 +130,10 @@ class ReplayedStep:
         graphs: Hold its values until the next replay.
         slot: Where it writes its tokens on the host.
         transfers: Carries what tells its requests apart.
+        requests: Tokens of the rows, its drafts among them until its commit.
     """
 
-    __slots__ = ("_graphs", "_transfers", "key", "layout", "number", "slot")
+    __slots__ = ("_graphs", "_requests", "_transfers", "key", "layout", "number", "slot")
 
     def __init__(
         self,
@@ -140,6 +143,7 @@ class ReplayedStep:
         graphs: StepGraphs,
         slot: Slot,
         transfers: Transfers,
+        requests: RequestColumns,
     ) -> None:
         self.number = number
         self.layout = layout
@@ -147,6 +151,7 @@ class ReplayedStep:
         self.slot = slot
         self._graphs = graphs
         self._transfers = transfers
+        self._requests = requests
 
     @property
     def values(self) -> WholeStep:
@@ -166,6 +171,8 @@ class ReplayedStep:
     def draws(self, compute_logits: Callable[[Tensor], Tensor]) -> Draws:
         """Return the graph's logits, those of requests that draw nothing left out."""
         layout, values = self.layout, self.values
+        if layout.max_num_logits > 1:
+            self._put_drafts_back()
         batch, plain, view = values.batch, values.plain, values.batch.logits_view
         if layout.num_logits == len(plain.token_ids):
             return Draws(
@@ -190,6 +197,24 @@ class ReplayedStep:
     def tokens(self, head: Head) -> HostTokens | None:
         """Return where it writes its tokens; None where its requests want more than these."""
         return self.slot if head.is_plain(self.layout) else None
+
+    def _put_drafts_back(self) -> None:
+        """Queue the drafts' return to their rows, where the commit put drawn tokens over them.
+
+        They are the history of the logits behind them, for whoever draws once more. Until that is
+        committed, the rows are as if all drafts had been accepted.
+        """
+        batch, requests = self.batch, self._requests
+        drafts = batch.input_ids.view(self.layout.num_reqs, -1)[:, 1:].long()
+        commit_step(
+            batch.rows,
+            batch.seq_lens,
+            batch.num_logits,
+            drafts,
+            batch.num_logits - 1,
+            requests.token_ids.tensor,
+            requests.num_computed_tokens.tensor,
+        )
 
 
 def _name(key: GraphKey) -> str:

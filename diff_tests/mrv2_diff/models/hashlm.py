@@ -95,20 +95,31 @@ class HashLM(AttentionPlanner):
 
         Behind those stands noise for what pads the inputs.
         """
+        return ForwardOutput(hidden=self.layers(inputs, range(len(self.caches))))
+
+    def layers(
+        self, inputs: ForwardInputs, groups: Sequence[int], earlier: Tensor | None = None
+    ) -> Tensor:
+        """Do for some KV groups what `forward` does for all.
+
+        Args:
+            inputs: The step's.
+            groups: Which, in their order.
+            earlier: [num_tokens, 1] int64. What the groups before them made; None at first.
+        """
         attention = inputs.attention
         if attention is None:
-            return ForwardOutput(hidden=torch.zeros_like(inputs.positions).unsqueeze(1))
+            return torch.zeros_like(inputs.positions).unsqueeze(1)
         assert isinstance(attention, HashAttention)
         padded = _mix(inputs.input_ids.long() * _signed(_TOKEN_KEY) + inputs.positions)
         words = padded[: len(attention.ends)]
-        hidden = torch.zeros_like(words)
-        for group, cache in enumerate(self.caches):
-            slots = attention.slots[group]
+        hidden = torch.zeros_like(words) if earlier is None else earlier[: len(words), 0]
+        for group in groups:
+            slots, cache = attention.slots[group], self.caches[group]
             cache.index_copy_(0, torch.where(slots < 0, len(cache) - 1, slots), words)
             context = self._context(group, attention)
             hidden = _mix((hidden + context) * _signed(_GROUP_KEY))
-        hidden = torch.cat([hidden, padded[len(hidden) :]]).unsqueeze(1)
-        return ForwardOutput(hidden=hidden)
+        return torch.cat([hidden, padded[len(hidden) :]]).unsqueeze(1)
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """Return [num_logits, vocab_size] float32: evenly spaced levels, in the context's order."""
@@ -135,6 +146,7 @@ def hashlm_tokens(
     num_tokens: int,
     vocab_size: int,
     windows: Sequence[int | None] = (None,),
+    salt: int = 0,
 ) -> list[int]:
     """Return the greedy continuation of a prompt, without a runner, a cache or torch.
 
@@ -143,18 +155,37 @@ def hashlm_tokens(
         num_tokens: Tokens to continue with.
         vocab_size: Of the model.
         windows: For each KV group, as for `HashLM`.
+        salt: Added to each token's context before its logits are made.
     """
     keys = [_mix_int(token_id + _LOGIT_KEY) for token_id in range(vocab_size)]
     sums = [0]
     tokens = list(prompt)
     for position in range(len(prompt) + num_tokens - 1):
-        word = _mix_int(tokens[position] * _TOKEN_KEY + position)
-        sums.append(sums[-1] + word * (2 * position + 1) * _POSITION_KEY)
+        sums.append(sums[-1] + _term(tokens[position], position))
         if position + 1 == len(tokens):
-            hidden = _hidden(sums, windows)
+            hidden = _hidden(sums, windows) + salt
             scores = [_signed(_mix_int(hidden + key)) for key in keys]
             tokens.append(scores.index(max(scores)))
     return tokens[len(prompt) :]
+
+
+def hashlm_contexts(token_ids: Sequence[int], windows: Sequence[int | None] = (None,)) -> list[int]:
+    """Return what the model's forward returns for each token, as integers of 64 bits.
+
+    Args:
+        token_ids: From position 0 on.
+        windows: For each KV group, as for `HashLM`.
+    """
+    sums, contexts = [0], []
+    for position, token_id in enumerate(token_ids):
+        sums.append(sums[-1] + _term(token_id, position))
+        contexts.append(_signed(_hidden(sums, windows)))
+    return contexts
+
+
+def _term(token_id: int, position: int) -> int:
+    word = _mix_int(token_id * _TOKEN_KEY + position)
+    return word * (2 * position + 1) * _POSITION_KEY
 
 
 def _hidden(sums: Sequence[int], windows: Sequence[int | None]) -> int:
