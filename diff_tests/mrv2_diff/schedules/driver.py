@@ -7,7 +7,7 @@ first token that differs raises `Divergence`.
 
 import dataclasses
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import singledispatchmethod
 from typing import Any, TypeAlias
@@ -98,7 +98,7 @@ class Driver:
     def __init__(
         self,
         setup: Setup,
-        runner_class: type[HashRunner] = HashRunner,
+        runner_class: Callable[..., HashRunner] = HashRunner,
         *,
         engine: ScheduledEngine | None = None,
         expectations: Expectations | None = None,
@@ -197,13 +197,7 @@ class Driver:
                     while self._queued:
                         self._take()
                 output = runner.sample_tokens(scheduler.get_grammar_bitmask(scheduler_output))
-        self.events.see(
-            scheduler_output,
-            num_queued=len(self._queued),
-            num_known=len(runner.ledger),
-            num_rows=len(self.engine.core.rows),
-            max_rows=self.setup.max_num_reqs,
-        )
+        self._see(scheduler_output)
         self._queued.append(
             _Queued(number=self.num_steps, scheduler_output=scheduler_output, output=output)
         )
@@ -214,6 +208,16 @@ class Driver:
             self._end_sessions()
         while len(self._queued) > lag:
             self._take()
+
+    def _see(self, scheduler_output: Any) -> None:
+        """Count what happened in a step that was just queued."""
+        self.events.see(
+            scheduler_output,
+            num_queued=len(self._queued),
+            num_known=len(self.engine.runner.ledger),
+            num_rows=len(self.engine.core.rows),
+            max_rows=self.setup.max_num_reqs,
+        )
 
     def drain(self) -> None:
         """End sessions, step until nothing is left to run, and look for what stayed behind."""

@@ -4,7 +4,7 @@ import copy
 import json
 import tempfile
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any, cast
@@ -162,7 +162,7 @@ class HashEngine(ScheduledEngine):
         runner_class: Built in place of HashRunner by tests that plant a fault.
     """
 
-    def __init__(self, setup: Setup, runner_class: type[HashRunner] = HashRunner) -> None:
+    def __init__(self, setup: Setup, runner_class: Callable[..., HashRunner] = HashRunner) -> None:
         torch.set_num_threads(1)  # a tiny model's operations are too small to share
         config = _config(setup)
         kv_cache_config = _kv_cache_config(setup)
