@@ -317,6 +317,10 @@ class Faulty(StepExtension):
         """Raise in a hook."""
         self.hook, self.at_call = hook, at_call
 
+    def admit(self, row: int, arrival: Arrival) -> None:
+        """Raise, maybe."""
+        self._pass("admit")
+
     def check(self, plan: StepPlan) -> None:
         """Raise, maybe."""
         self._pass("check")

@@ -402,3 +402,19 @@ def test_an_extensions_own_refusal_is_passed_on() -> None:
     assert snapshot(toy.runner) == before
     toy.host.take(toy.runner.sample(toy.runner.execute(plan)).wait())
     assert toy.outputs() == toy.expected()
+
+
+@pytest.mark.parametrize("at_call", [1, 2])
+def test_an_arrival_that_an_extension_cannot_take_leaves_no_row_behind(at_call: int) -> None:
+    toy = prepared("replayed")
+    toy.host.add("c", [11, 12, 13])
+    toy.host.add("d", [14, 15])
+    before = host_state(toy.runner)
+    plan = toy.host.plan({"a": 1, "c": 3, "b": 1, "d": 2})
+    member(toy, Faulty).arm("admit", at_call)
+    with pytest.raises(ZeroDivisionError):
+        toy.runner.execute(plan)
+    assert host_state(toy.runner) == before
+    assert set(member(toy, Marks).rows.values()) == {"a", "b"}
+    toy.host.take(toy.runner.sample(toy.runner.execute(plan)).wait())
+    assert_goes_on(toy)
