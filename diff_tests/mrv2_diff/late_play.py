@@ -5,16 +5,18 @@ step is in `mrv2_diff.invariants`.
 """
 
 from collections import Counter, deque
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
+from unittest.mock import patch
 
 from mrv2 import (
     PROMPT_LOGPROBS,
     KVGroup,
     Logprobs,
     PendingOutput,
+    Runner,
     RunnerConfig,
     RunnerOutput,
     StepPlan,
@@ -101,6 +103,23 @@ class CountingHost(ToyHost):
         self.events[f"{event} in flight"] += self.requests[req_id].num_in_flight > 0
 
 
+def _counting_host(config: RunnerConfig, num_blocks: int) -> CountingHost:
+    return CountingHost(config.kv_groups, num_blocks)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Feature:
+    """What a story is played with that the runner does not have by itself."""
+
+    make_host: Callable[[RunnerConfig, int], CountingHost] = _counting_host
+    """Returns the host, of the runner's sizes and the number of its blocks."""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """Further arguments of the runner."""
+
+
+PLAIN = Feature()
+
+
 def play_late(
     config: RunnerConfig,
     story: Story,
@@ -110,6 +129,7 @@ def play_late(
     schedule: Schedule | None = None,
     windows: Sequence[int | None] | None = None,
     checked: bool = False,
+    feature: Feature = PLAIN,
 ) -> Played:
     """Play a story to its end.
 
@@ -122,12 +142,13 @@ def play_late(
         windows: Attention windows of the model.
         checked: Whether freed rows are poisoned and the invariants checked after each step; those
             of the device only where nothing is late.
+        feature: What the runner and its host have beyond what is always there.
     """
     stream = None if schedule is None else LateStream(schedule)
-    toy = _toy(config, windows, stream)
+    toy = _toy(config, windows, stream, feature)
     if checked:
         PoisonFreed(toy.runner)
-    host = CountingHost(config.kv_groups, toy.host.num_blocks)
+    host = feature.make_host(config, toy.host.num_blocks)
     toy.host = host
     played = Played(stream=stream, events=host.events)
     kept, pending = list[RunnerOutput](), deque[PendingOutput]()
@@ -138,7 +159,7 @@ def play_late(
             played.results.append(_values(kept[-1]))
             host.take(kept[-1])
 
-    with stream or nullcontext():
+    with stream or nullcontext(), _unseen_results(stream):
         for number in range(num_steps):
             work = story(host, number)
             queued = toy.step(work)
@@ -158,13 +179,23 @@ def play_late(
     return played
 
 
+def _unseen_results(stream: LateStream | None) -> AbstractContextManager[object]:
+    """Return what keeps a runner from looking at results, as it does where nothing can be late."""
+    if stream is None:
+        return nullcontext()
+    return patch.object(Runner, "_check_results", lambda self, step, results: None)
+
+
 def _toy(
-    config: RunnerConfig, windows: Sequence[int | None] | None, stream: LateStream | None
+    config: RunnerConfig,
+    windows: Sequence[int | None] | None,
+    stream: LateStream | None,
+    feature: Feature,
 ) -> Toy:
     replays = bool(config.graphs.decodes)
     if stream is None:
         maker = PlayedGraphMaker() if replays else None
-        return Toy(config, windows=windows, graph_maker=maker)
+        return Toy(config, windows=windows, graph_maker=maker, **feature.options)
     toy = Toy(
         config,
         windows=windows,
@@ -172,6 +203,7 @@ def _toy(
         around=lambda model: LateModel(model, stream),
         graph_maker=LateGraphMaker(stream) if replays else None,
         capturing=stream,
+        **feature.options,
     )
     stream.settle()
     return toy

@@ -9,6 +9,8 @@ Each names the check that must find it:
 - `rows`, `counters`, `idle`, `staged`, `freed`, `bounded`, `device`: an invariant of
   `mrv2_diff.invariants`, the first that breaks.
 - `alone`: requests at random temperatures draw other tokens together than alone.
+- `undrafted`: requests draw other tokens where they run drafts than where they run none.
+- `variants`: replayed steps are not those of the variant that their requests need.
 - `oracle`: a story's tokens are not those of the model, or it ends in an error of the runner.
 
 The runner has no switch for any of this: a fault replaces a method for as long as it is applied.
@@ -28,8 +30,10 @@ from mrv2 import RunnerOutput, runner
 from mrv2.batch.commit import commit_step
 from mrv2.batch.inputs import InputBuffers
 from mrv2.batch.layout import BatchLayout, Int32, is_next_decode, lay_out_next_decode
-from mrv2.execute.shape import GraphKey
-from mrv2.execute.whole import StepGraphs
+from mrv2.execute.executor import ExecutedStep, Executor
+from mrv2.execute.shape import WHOLE, GraphKey
+from mrv2.execute.whole import ReplayedStep, StepGraphs
+from mrv2.extension import Extensions, Variant
 from mrv2.memory.mirrored import MirroredTensor
 from mrv2.memory.ring import ResultRing, Slot
 from mrv2.memory.transfers import Transfers
@@ -58,6 +62,8 @@ _KINDS = {
     "device": "staged writes",
     "oracle": "order of events",
     "alone": "draws",
+    "undrafted": "drafts",
+    "variants": "extensions",
 }
 """Of a fault, by the check that finds it."""
 
@@ -429,6 +435,97 @@ def _logits_read_behind_the_next_replay() -> Iterator[None]:
         yield
 
 
+# What shows only where requests run drafts, or where extensions take part.
+
+
+def _committing(fault: Callable[[dict[str, Tensor]], None]) -> AbstractContextManager[object]:
+    reference = commit_step.reference
+
+    def faulty(*args: Tensor) -> None:
+        arguments = dict(zip(commit_step.parameters, args, strict=True))
+        fault(arguments)
+        reference(**arguments)
+
+    return patch.object(commit_step, "reference", faulty)
+
+
+def _rejected_tokens_committed() -> AbstractContextManager[object]:
+    def accept_all(arguments: dict[str, Tensor]) -> None:
+        arguments["num_sampled"] = arguments["num_logits"]
+
+    return _committing(accept_all)
+
+
+@contextmanager
+def _rejected_drafts_counted_as_computed() -> Iterator[None]:
+    reference = commit_step.reference
+
+    def faulty(*args: Tensor) -> None:
+        reference(*args)
+        rows, seq_lens, num_computed_tokens = args[0], args[1], args[-1]
+        num_computed_tokens[rows.long()] = seq_lens
+
+    with patch.object(commit_step, "reference", faulty):
+        yield
+
+
+def _progress_of_the_scheduler() -> AbstractContextManager[object]:
+    def faulty(self: RequestColumns, rows: Int32, num_computed_tokens: Int32) -> None:
+        for row, count in zip(rows.tolist(), num_computed_tokens.tolist(), strict=True):
+            self.stage_progress(row, count)
+
+    return patch.object(RequestColumns, "agree", faulty)
+
+
+def _bounds_taken_for_exact() -> AbstractContextManager[object]:
+    return patch.object(Progress, "is_exact", lambda self, rows: True)
+
+
+@contextmanager
+def _wishes_of_another_batch() -> Iterator[None]:
+    wishes_of = Sampler._wishes_of
+
+    def faulty(self: Sampler, rows: Int32, batch_id: int) -> Any:
+        return self._wishes or wishes_of(self, rows, batch_id)
+
+    with patch.object(Sampler, "_wishes_of", faulty):
+        yield
+
+
+def _drafts_not_put_back() -> AbstractContextManager[object]:
+    return patch.object(ReplayedStep, "_put_drafts_back", lambda self: None)
+
+
+@contextmanager
+def _extensions_called_behind_a_replay() -> Iterator[None]:
+    run = Executor.run
+
+    def faulty(self: Executor, layout: BatchLayout, number: int) -> ExecutedStep:
+        if self._choose(layout).mode not in WHOLE:
+            return run(self, layout, number)
+        with patch.object(Extensions, "before_forward", lambda self, layout: None):
+            step = run(self, layout, number)
+        self._parts.extensions.before_forward(layout)
+        return step
+
+    with patch.object(Executor, "run", faulty):
+        yield
+
+
+@contextmanager
+def _variant_of_the_last_step() -> Iterator[None]:
+    own_variant = Extensions.variant
+    last: dict[int, Variant] = {}
+
+    def faulty(self: Extensions, layout: BatchLayout) -> Variant:
+        own = own_variant(self, layout)
+        stale, last[id(self)] = last.get(id(self), own), own
+        return stale
+
+    with patch.object(Extensions, "variant", faulty):
+        yield
+
+
 SCHEDULE_FAULTS = (
     ScheduleFault(
         id="one-staging-buffer",
@@ -589,6 +686,57 @@ SCHEDULE_FAULTS = (
         title="the commit advances the row that pads a replayed step",
         found_by="idle",
         apply=_idle_row_advanced,
+        replays=True,
+    ),
+    ScheduleFault(
+        id="rejected-tokens-committed",
+        title="the commit takes all of a request's drawn tokens, rejected ones among them",
+        found_by="device",
+        apply=_rejected_tokens_committed,
+    ),
+    ScheduleFault(
+        id="rejected-drafts-counted",
+        title="the commit counts rejected drafts as computed",
+        found_by="device",
+        apply=_rejected_drafts_counted_as_computed,
+    ),
+    ScheduleFault(
+        id="progress-of-the-scheduler",
+        title="the device is told the scheduler's progress while drafts are in flight",
+        found_by="undrafted",
+        apply=_progress_of_the_scheduler,
+    ),
+    ScheduleFault(
+        id="bounds-taken-for-exact",
+        title="a planner that needs exact lengths is given bounds while drafts are in flight",
+        found_by="undrafted",
+        apply=_bounds_taken_for_exact,
+    ),
+    ScheduleFault(
+        id="wishes-of-another-batch",
+        title="the sampler runs the stages that another batch wanted",
+        found_by="undrafted",
+        apply=_wishes_of_another_batch,
+    ),
+    ScheduleFault(
+        id="drafts-not-put-back",
+        title="a draw that follows a replay's own reads that one's tokens where the drafts were",
+        found_by="undrafted",
+        apply=_drafts_not_put_back,
+        replays=True,
+    ),
+    ScheduleFault(
+        id="extensions-called-behind-a-replay",
+        title="extensions prepare a step on the host when its replay is queued already",
+        found_by="undrafted",
+        apply=_extensions_called_behind_a_replay,
+        replays=True,
+    ),
+    ScheduleFault(
+        id="variant-of-the-last-step",
+        title="a step is replayed in the variant that the last one needed",
+        found_by="variants",
+        apply=_variant_of_the_last_step,
         replays=True,
     ),
 )

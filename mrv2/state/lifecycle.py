@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from mrv2.plan import StepPlan
+from mrv2.plan import Arrival, StepPlan
 from mrv2.state.block_tables import BlockTables
 from mrv2.state.protocol import RowState
 from mrv2.state.rows import RowTable
@@ -25,13 +25,20 @@ class Lifecycle:
         self._block_tables = block_tables
 
     def apply(self, plan: StepPlan) -> None:
-        """Apply a plan's events, which were checked."""
+        """Apply a plan's events, which were checked.
+
+        What a state raises when it is told of an arrival is passed on; then no request of the plan
+        has arrived or was given blocks.
+        """
         for req_id in plan.departed:
             self._leave(req_id)
-        for arrival in plan.arrivals:
-            row = self.rows.claim(arrival.req_id)
-            for state in self.states:
-                state.admit(row, arrival)
+        for number, arrival in enumerate(plan.arrivals):
+            try:
+                self._arrive(arrival)
+            except Exception:
+                for earlier in plan.arrivals[:number]:
+                    self._leave(earlier.req_id)
+                raise
         for continuation in plan.continuations:
             row = self.rows.row(continuation.req_id)
             self._block_tables.append(row, continuation.new_block_ids)
@@ -52,6 +59,18 @@ class Lifecycle:
         """Let every state stage what changed since the last step."""
         for state in self.states:
             state.flush()
+
+    def _arrive(self, arrival: Arrival) -> None:
+        row, told = self.rows.claim(arrival.req_id), list[RowState]()
+        try:
+            for state in self.states:
+                state.admit(row, arrival)
+                told.append(state)
+        except Exception:
+            self.rows.release(arrival.req_id)
+            for state in told:
+                state.evict(row)
+            raise
 
     def _leave(self, req_id: str) -> None:
         row = self.rows.release(req_id)

@@ -8,11 +8,28 @@ from random import Random
 import torch
 
 from mrv2 import GraphSizes, KVGroup, Mrv2Error, RunnerConfig, Sampling
-from mrv2_diff.invariants import InvariantError
-from mrv2_diff.late_play import Played, play_late
+from mrv2_diff.invariants import InvariantError, check_device, check_invariants
+from mrv2_diff.late_play import Played, live_requests, play_late
+from mrv2_diff.models.hashlm import HashLM
+from mrv2_diff.played_graphs import PlayedGraphMaker
 from mrv2_diff.race_lane import LastMoment
 from mrv2_diff.schedule_faults import ScheduleFault
-from mrv2_diff.toy_host import ToyHost
+from mrv2_diff.seams.draft_stories import (
+    DraftingHost,
+    DraftStory,
+    Life,
+    drafting_toy,
+    undrafted_lives,
+)
+from mrv2_diff.seams.extensions import (
+    BakingGraphMaker,
+    SaltedHashLM,
+    TellingHost,
+    Unshared,
+    salt_of,
+)
+from mrv2_diff.seams.planners import HostPlanned
+from mrv2_diff.toy_host import Toy, ToyHost
 from mrv2_diff.toy_stories import RandomStory, mixed_sampling
 
 CONFIG = RunnerConfig(
@@ -52,6 +69,7 @@ def prepare() -> None:
     right(CONFIG)
     right(REPLAYED)
     right_eagerly()
+    lives()
 
 
 def false_finds() -> list[str]:
@@ -59,9 +77,16 @@ def false_finds() -> list[str]:
     found = [
         check(config)
         for config in (CONFIG, REPLAYED)
-        for check in (found_late, found_by_invariants, found_by_oracle, found_alone)
+        for check in (
+            found_late,
+            found_by_invariants,
+            found_by_oracle,
+            found_alone,
+            found_undrafted,
+        )
     ]
-    return [name for name in (*found, found_replayed(REPLAYED)) if name is not None]
+    found += [found_replayed(REPLAYED), found_by_variants(REPLAYED)]
+    return [name for name in found if name is not None]
 
 
 def mixed(config: RunnerConfig, late: bool) -> Played:
@@ -136,9 +161,70 @@ def found_by_invariants(config: RunnerConfig) -> str | None:
     """Return the name of the first invariant that breaks."""
     try:
         play_late(config, quiet, QUIET_STEPS, lag=1, windows=WINDOWS, checked=True)
+        _play_drafts_checked(config)
     except InvariantError as broken:
         return broken.name
     return None
+
+
+def _play_drafts_checked(config: RunnerConfig) -> None:
+    """Play drafts whose outcome is known after each step, and look at the rows then."""
+    toy, host = _drafting(config, HashLM)
+    story = DraftStory(2, toy.runner.config, lives())
+    for number in range(40):
+        work = story(host, number)
+        toy.run(work)
+        live = live_requests(host)
+        check_invariants(toy.runner, live, flushed=bool(work))
+        check_device(toy.runner, {req_id: live[req_id] for req_id in work})
+
+
+def _drafting(config: RunnerConfig, kind: type[HashLM]) -> tuple[Toy, DraftingHost]:
+    """Return a runner of some sizes that runs up to two drafts, replayed where others are."""
+    replays = bool(config.graphs.decodes)
+    graphs = replace(config.graphs, query_lens=(1, 3)) if replays else GraphSizes()
+    config = replace(config, max_drafts=2, graphs=graphs)
+    ports = kind(config, 400)
+    maker = PlayedGraphMaker() if replays else None
+    return drafting_toy(config, maker, around=lambda model: ports)
+
+
+@cache
+def lives() -> list[Life]:
+    """What requests draw without drafts, whatever they ask for."""
+    return undrafted_lives(1, CONFIG, 12, mixed_sampling)
+
+
+def found_undrafted(config: RunnerConfig) -> str | None:
+    """Say whether drafts change what requests draw, however the lengths of attention are made."""
+    for kind, lag in ((HashLM, 1), (HostPlanned, 2)):
+        toy, host = _drafting(config, kind)
+        try:
+            toy.play(DraftStory(6, toy.runner.config, lives()), 150, lag=lag)
+        except ENDS_BADLY:
+            return "undrafted"
+        for request, life in host.lives.items():
+            if request.outputs != life.tokens[: len(request.outputs)]:
+                return "undrafted"
+    return None
+
+
+def found_by_variants(config: RunnerConfig) -> str | None:
+    """Say whether steps that are replayed in variants give other tokens than eager ones."""
+    return "variants" if _salted(config) != _salted(CONFIG) else None
+
+
+def _salted(config: RunnerConfig) -> list[tuple[str, list[int]]]:
+    maker = BakingGraphMaker()
+    toy = Toy(
+        config,
+        around=lambda model: SaltedHashLM(config, 400),
+        graph_maker=maker if config.graphs.decodes else None,
+        extensions=(maker.make,),
+    )
+    toy.host = TellingHost(config, "salt", salt_of)
+    toy.play(Unshared(4, config), 60)
+    return toy.outputs()
 
 
 def found_by_oracle(config: RunnerConfig) -> str | None:
@@ -178,4 +264,6 @@ _CHECKS: dict[str, Callable[[RunnerConfig], str | None]] = {
     "late": found_late,
     "oracle": found_by_oracle,
     "replayed": found_replayed,
+    "undrafted": found_undrafted,
+    "variants": found_by_variants,
 }

@@ -18,7 +18,7 @@ from mrv2 import (
     Sampling,
     StepPlan,
 )
-from mrv2_diff.late_play import CountingHost
+from mrv2_diff.late_play import CountingHost, Feature
 from mrv2_diff.seams.drafts import DeviceDrafts, DraftTokens, ScriptedHead
 from mrv2_diff.toy_host import Toy, ToyHost, ToyRequest, Work
 from mrv2_diff.toy_stories import RandomStory
@@ -92,13 +92,12 @@ class DraftingHost(ScoringHost):
     """A host that has drafts for its requests: right ones, wrong ones, or both.
 
     Args:
-        groups: KV groups of the runner.
-        num_blocks: Blocks of each group.
         config: Of the runner.
+        num_blocks: Blocks of each KV group.
     """
 
-    def __init__(self, groups: Sequence[KVGroup], num_blocks: int, config: RunnerConfig) -> None:
-        super().__init__(groups, num_blocks)
+    def __init__(self, config: RunnerConfig, num_blocks: int) -> None:
+        super().__init__(config.kv_groups, num_blocks)
         self.max_drafts = config.max_drafts
         self.lives: dict[ToyRequest, Life] = {}
         self.accepted: Counter[tuple[int, int]] = Counter()
@@ -269,6 +268,13 @@ def _live(lives: Sequence[Life], config: RunnerConfig) -> None:
         life.of_prompt = host.of_prompts.get(request, [])
 
 
+DRAFTS = Feature(
+    make_host=DraftingHost,
+    options={"head": ScriptedHead, "extensions": (*EXTENSIONS, DraftTokens, DeviceDrafts)},
+)
+"""Drafts of the host and of the device, and a head that verifies them."""
+
+
 def drafting_toy(
     config: RunnerConfig, graph_maker: GraphMaker | None = None, **options: Any
 ) -> tuple[Toy, DraftingHost]:
@@ -279,8 +285,6 @@ def drafting_toy(
         graph_maker: As for `Toy`.
         options: As for `Toy`.
     """
-    extensions = (*EXTENSIONS, DraftTokens, DeviceDrafts)
-    given = {"head": ScriptedHead, "extensions": extensions, **options}
-    toy = Toy(config, graph_maker=graph_maker, **given)
-    toy.host = host = DraftingHost(config.kv_groups, toy.host.num_blocks, config)
+    toy = Toy(config, graph_maker=graph_maker, **{**DRAFTS.options, **options})
+    toy.host = host = DraftingHost(config, toy.host.num_blocks)
     return toy, host

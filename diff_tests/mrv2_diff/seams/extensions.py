@@ -16,6 +16,7 @@ from mrv2 import (
     Graph,
     PendingOutput,
     Reader,
+    RunnerConfig,
     SampledTokens,
     Step,
     StepExtension,
@@ -27,6 +28,8 @@ from mrv2.memory.staged import StagedWriteTensor
 from mrv2.ports import ForwardInputs, ForwardOutput
 from mrv2_diff.models.hashlm import HashLM
 from mrv2_diff.played_graphs import PlayedGraphMaker
+from mrv2_diff.toy_host import ToyHost, Work
+from mrv2_diff.toy_stories import RandomStory
 
 
 def rows_of_tokens(batch: InputBatch, num_tokens: int) -> Tensor:
@@ -314,6 +317,10 @@ class Faulty(StepExtension):
         """Raise in a hook."""
         self.hook, self.at_call = hook, at_call
 
+    def admit(self, row: int, arrival: Arrival) -> None:
+        """Raise, maybe."""
+        self._pass("admit")
+
     def check(self, plan: StepPlan) -> None:
         """Raise, maybe."""
         self._pass("check")
@@ -358,3 +365,41 @@ class Faulty(StepExtension):
             if not self.at_call:
                 self.hook = ""
                 raise ZeroDivisionError("one too many")
+
+
+class TellingHost(ToyHost):
+    """A host that tells an extension something of each request.
+
+    Args:
+        config: Of the runner.
+        name: The extension's.
+        told: Returns what, by the request's prompt.
+    """
+
+    def __init__(
+        self, config: RunnerConfig, name: str, told: Callable[[list[int]], object]
+    ) -> None:
+        super().__init__(config.kv_groups, 400)
+        self._name, self._told = name, told
+
+    def plan(self, work: Work) -> StepPlan:
+        """Return the plan with extras for those that arrive."""
+        made = super().plan(work)
+        arrivals = tuple(
+            replace(each, extras={self._name: self._told(self.requests[each.req_id].prompt)})
+            for each in made.arrivals
+        )
+        return replace(made, arrivals=arrivals)
+
+
+class Unshared(RandomStory):
+    """Lives of requests that share no prefix: what is cached depends on what they were told."""
+
+    @property
+    def _page(self) -> int:
+        return self._config.max_model_len + 1
+
+
+def salt_of(prompt: list[int]) -> int:
+    """Return the salt that a host tells of a request; two of three have none."""
+    return prompt[0] * 10**15 if prompt[0] % 3 == 0 else 0

@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -43,8 +44,11 @@ from mrv2_diff.seams.extensions import (
     Marks,
     SaltedHashLM,
     Salts,
+    TellingHost,
+    Unshared,
+    salt_of,
 )
-from mrv2_diff.toy_host import Toy, ToyHost, Work
+from mrv2_diff.toy_host import Toy, ToyHost
 from mrv2_diff.toy_stories import RandomStory
 
 CONFIG = RunnerConfig(
@@ -78,39 +82,6 @@ def member(toy: Toy, kind: type[StepExtension]) -> Any:
 # Further inputs of the model.
 
 
-class TellingHost(ToyHost):
-    """A host that tells an extension something of each request.
-
-    Args:
-        key: The extension's name.
-        told: Returns what, by the request's prompt.
-    """
-
-    def __init__(self, key: str, told: Callable[[list[int]], object]) -> None:
-        super().__init__(CONFIG.kv_groups, 400)
-        self._key, self._told = key, told
-
-    def plan(self, work: Work) -> StepPlan:
-        made = super().plan(work)
-        arrivals = tuple(
-            replace(each, extras={self._key: self._told(self.requests[each.req_id].prompt)})
-            for each in made.arrivals
-        )
-        return replace(made, arrivals=arrivals)
-
-
-class Unshared(RandomStory):
-    """Lives of requests that share no prefix: their blocks depend on what they were told."""
-
-    @property
-    def _page(self) -> int:
-        return CONFIG.max_model_len + 1
-
-
-def salt_of(prompt: list[int]) -> int:
-    return prompt[0] * 10**15 if prompt[0] % 3 == 0 else 0
-
-
 def assert_salted(host: ToyHost) -> None:
     for request in [*host.finished, *host.requests.values()]:
         num_tokens, salt = len(request.outputs), salt_of(request.prompt)
@@ -126,7 +97,7 @@ SALTED = {"further": (Salts, SaltedHashLM), "positions": (Axes, AxesHashLM)}
 def test_an_extension_gives_inputs_to_every_step(name: str, graphs: str, lag: int) -> None:
     extension, model = SALTED[name]
     toy = toy_of(graphs, extension, model=model)
-    toy.host = TellingHost("salt", salt_of)
+    toy.host = TellingHost(CONFIG, "salt", salt_of)
     toy.play(Unshared(3, toy.runner.config), 150, lag=lag)
     assert sum(len(tokens) for _, tokens in toy.outputs()) > 200
     assert_salted(toy.host)
@@ -140,7 +111,7 @@ def test_embeddings_take_the_place_of_token_ids(graphs: str) -> None:
         return {place: 7 for place in range(len(prompt)) if prompt[place] % 4 == 0}
 
     toy = toy_of(graphs, Embeds, model=EmbeddingHashLM)
-    toy.host = TellingHost("embeds", embeds_of)
+    toy.host = TellingHost(CONFIG, "embeds", embeds_of)
     toy.play(Unshared(4, toy.runner.config), 150)
     for request in [*toy.host.finished, *toy.host.requests.values()]:
         embedded = embeds_of(request.prompt)
@@ -187,7 +158,7 @@ def test_an_extension_may_leave_the_model_its_own_graphs_alone() -> None:
 def test_the_graph_of_a_steps_own_variant_is_replayed(lag: int) -> None:
     maker = BakingGraphMaker()
     toy = toy_of("replayed", maker.make, model=SaltedHashLM, maker=maker)
-    toy.host = TellingHost("salt", salt_of)
+    toy.host = TellingHost(CONFIG, "salt", salt_of)
     toy.play(Unshared(6, toy.runner.config), 300, lag=lag)
     assert_salted(toy.host)
     for variant in (False, True):
@@ -199,11 +170,11 @@ def test_the_graph_of_a_steps_own_variant_is_replayed(lag: int) -> None:
 def test_a_variant_that_was_not_captured_runs_eagerly() -> None:
     maker = BakingGraphMaker()
     toy = toy_of("replayed", maker.make, model=SaltedHashLM, maker=maker)
-    toy.host = TellingHost("salt", salt_of)
+    toy.host = TellingHost(CONFIG, "salt", salt_of)
     toy.host.add("a", [3, 1, 2])
-    maker.adapters.variant = lambda layout: "another"  # type: ignore[method-assign,assignment]
-    for num_tokens in (3, 1, 1):
-        toy.run({"a": num_tokens})
+    with patch.object(maker.adapters, "variant", lambda layout: "another"):
+        for num_tokens in (3, 1, 1):
+            toy.run({"a": num_tokens})
     assert_salted(toy.host)
     assert toy.runner.num_steps[GraphMode.FORWARD] == 3
 
@@ -431,3 +402,19 @@ def test_an_extensions_own_refusal_is_passed_on() -> None:
     assert snapshot(toy.runner) == before
     toy.host.take(toy.runner.sample(toy.runner.execute(plan)).wait())
     assert toy.outputs() == toy.expected()
+
+
+@pytest.mark.parametrize("at_call", [1, 2])
+def test_an_arrival_that_an_extension_cannot_take_leaves_no_row_behind(at_call: int) -> None:
+    toy = prepared("replayed")
+    toy.host.add("c", [11, 12, 13])
+    toy.host.add("d", [14, 15])
+    before = host_state(toy.runner)
+    plan = toy.host.plan({"a": 1, "c": 3, "b": 1, "d": 2})
+    member(toy, Faulty).arm("admit", at_call)
+    with pytest.raises(ZeroDivisionError):
+        toy.runner.execute(plan)
+    assert host_state(toy.runner) == before
+    assert set(member(toy, Marks).rows.values()) == {"a", "b"}
+    toy.host.take(toy.runner.sample(toy.runner.execute(plan)).wait())
+    assert_goes_on(toy)
