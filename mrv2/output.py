@@ -178,6 +178,7 @@ class PendingOutput:
         if layout.max_num_logits <= 1 and not self._tokens.may_reject:
             cu_num_sampled = layout.cu_num_logits
         else:
+            self._check(token_ids)
             cu_num_sampled, logprobs = _of_sampled(layout, token_ids, logprobs)
         output = RunnerOutput(
             req_ids=layout.req_ids,
@@ -226,7 +227,15 @@ class PendingOutput:
             return [[token_id] if num_logits else [] for token_id, num_logits in pairs]
         width = len(tokens) // layout.num_reqs
         by_request = [tokens[at : at + width] for at in range(0, len(tokens), width)]
-        token_ids = [[each for each in row if each != REJECTED] for row in by_request]
+        return [[each for each in row if each != REJECTED] for row in by_request]
+
+    def _check(self, token_ids: list[list[int]]) -> None:
+        """Refuse what a head may not sample.
+
+        Raises:
+            ExtensionError: As `wait`.
+        """
+        layout = self._layout
         for req_id, num_logits, sampled in zip(
             layout.req_ids, layout.num_logits_of.tolist(), token_ids, strict=True
         ):
@@ -235,7 +244,6 @@ class PendingOutput:
                     f"the head sampled {len(sampled)} tokens for request {req_id!r}, which has "
                     f"{num_logits} logits: sample at least one and no more than it has"
                 )
-        return token_ids
 
 
 def host_logprobs(token_ids: Tensor, values: Tensor, ranks: Tensor) -> Logprobs:

@@ -205,3 +205,9 @@ def test_what_a_graph_draws_wrongly_is_found_when_its_output_is_waited_for() -> 
     assert pending is not None
     with pytest.raises(ExtensionError, match="the head sampled 0 tokens for request 'a', which"):
         pending.wait()
+    toy.runner.head.fault = ""
+    toy.host.finish("a")
+    toy.host.add("b", [4, 5])
+    following = toy.step({"b": 2})  # others are served on
+    assert following is not None
+    assert following.wait().token_ids == [hashlm_tokens([4, 5], 1, 61, TWO_GROUPS)]
