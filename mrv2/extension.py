@@ -169,6 +169,8 @@ class Extensions:
         self._giving = self._defining("outputs")
         self._noting = self._defining("after_sample")
         self._addresses: dict[str, int] = {}
+        self.leave_the_key = not self._capturing and not self._varying
+        """Whether the key of a step follows from its layout alone."""
 
     def check(self, plan: StepPlan) -> None:
         """Refuse what no extension takes, or what one of them refuses.

@@ -40,7 +40,7 @@ class Executor:
         self._parts = parts
         self._transfers = parts.arena.transfers
         self._shapes = GraphShapes(config.graphs, config.max_num_reqs, config.max_num_tokens)
-        self._graphs = None if graph_maker is None else StepGraphs(config.idle_row, graph_maker)
+        self._graphs = None if graph_maker is None else StepGraphs(parts, graph_maker)
         self.ring = ResultRing(config.max_num_reqs * (1 + config.max_drafts), config.device)
         """Where replayed steps write their tokens."""
         self._most = min(parts.head.captures, parts.attention.captures)
@@ -49,6 +49,8 @@ class Executor:
         """How much was."""
         self._staged: tuple[int, GraphKey] | None = None
         """Batch and shape of the layout that is on the device."""
+        self._chosen: tuple[int, GraphKey] | None = None
+        """A batch and the key of its steps, where no extension decides it anew for each."""
         self.num_steps: dict[GraphMode, int] = dict.fromkeys(GraphMode, 0)
         """How many steps reached the device in each mode."""
 
@@ -152,19 +154,22 @@ class Executor:
 
     def release(self) -> None:
         """Let go of what `capture` made; steps run eagerly until it is called again."""
-        self._captured = Captures.NONE
+        self._captured, self._chosen = Captures.NONE, None
         if self._graphs is not None:
             self._graphs.release()
 
     def _choose(self, layout: BatchLayout) -> GraphKey:
-        captures = self._captured
+        chosen, batch_id = self._chosen, layout.batch_id
+        if chosen is not None and chosen[0] == batch_id:
+            return chosen[1]
+        captures, extensions = self._captured, self._parts.extensions
         if captures is Captures.NONE:
             return GraphKey(GraphMode.EAGER, layout.num_tokens, layout.num_reqs)
-        extensions = self._parts.extensions
         captures = min(captures, extensions.captures(layout))
         key = self._shapes.choose(layout, captures, extensions.variant(layout))
         if key.mode in WHOLE and key not in self._whole:
-            return self._shapes.choose(layout, Captures.FORWARD)
+            key = self._shapes.choose(layout, Captures.FORWARD)
+        self._chosen = (batch_id, key) if batch_id and extensions.leave_the_key else None
         return key
 
     def _capture_forward(self, num_tokens: int) -> None:
@@ -207,7 +212,7 @@ class Executor:
         width = max(layout.max_num_logits, 1)
         slot = self.ring.begin(layout.num_reqs * width, may_reject=width > 1)
         self._whole.replay(key)
-        step = ReplayedStep(number, layout, key, self._whole, slot, self._transfers, parts.requests)
+        step = ReplayedStep(number, layout, key, self._whole, slot)
         if trace.wants("batch"):
             trace.record("batch", step.batch)
             trace.record("forward_inputs", step.values.inputs)
@@ -248,11 +253,11 @@ class Executor:
         Nothing changed queues nothing.
         """
         self._parts.lifecycle.flush()
-        staged = (layout.batch_id, key)
-        if not layout.batch_id or staged != self._staged:
+        staged = self._staged
+        if staged is None or staged[0] != layout.batch_id or staged[1] != key or not staged[0]:
             packed = self._whole.packed(layout, key) if key.mode in WHOLE else layout.packed
             self._parts.buffers.stage(packed)
-            self._staged = staged
+            self._staged = layout.batch_id, key
         self._parts.arena.flush()
 
     @property

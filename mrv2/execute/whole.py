@@ -14,14 +14,13 @@ from mrv2.batch.commit import commit_step
 from mrv2.batch.inputs import InputBatch
 from mrv2.batch.layout import BatchLayout, Int32, pack_mixed, pack_uniform
 from mrv2.execute.capture import Graph, GraphMaker
+from mrv2.execute.parts import StepParts
 from mrv2.execute.shape import GraphKey, GraphMode
 from mrv2.head.protocol import Head, PlainDraw
 from mrv2.memory.ring import Slot
-from mrv2.memory.transfers import Transfers
 from mrv2.output import HostTokens
 from mrv2.ports import ForwardInputs, ForwardOutput
 from mrv2.sampling.stage import LogitsView
-from mrv2.state.requests import RequestColumns
 from mrv2.step import Draws
 
 
@@ -39,12 +38,15 @@ class StepGraphs:
     """The captured steps of a runner, one for each padded shape and variant.
 
     Args:
-        idle_row: The row that pads a batch.
+        parts: What a step is made of.
         maker: Captures.
     """
 
-    def __init__(self, idle_row: int, maker: GraphMaker) -> None:
-        self._idle_row = idle_row
+    def __init__(self, parts: StepParts, maker: GraphMaker) -> None:
+        self.requests = parts.requests
+        """Tokens of the rows; a step's drafts are among them until its commit."""
+        self.transfers = parts.arena.transfers
+        self._idle_row = parts.config.idle_row
         self._maker = maker
         self._captured: dict[GraphKey, tuple[Graph, WholeStep]] = {}
         self._cut: WholeStep | None = None
@@ -129,29 +131,18 @@ class ReplayedStep:
         key: The captured shape that it was padded to.
         graphs: Hold its values until the next replay.
         slot: Where it writes its tokens on the host.
-        transfers: Carries what tells its requests apart.
-        requests: Tokens of the rows, its drafts among them until its commit.
     """
 
-    __slots__ = ("_graphs", "_requests", "_transfers", "key", "layout", "number", "slot")
+    __slots__ = ("_graphs", "key", "layout", "number", "slot")
 
     def __init__(
-        self,
-        number: int,
-        layout: BatchLayout,
-        key: GraphKey,
-        graphs: StepGraphs,
-        slot: Slot,
-        transfers: Transfers,
-        requests: RequestColumns,
+        self, number: int, layout: BatchLayout, key: GraphKey, graphs: StepGraphs, slot: Slot
     ) -> None:
         self.number = number
         self.layout = layout
         self.key = key
         self.slot = slot
         self._graphs = graphs
-        self._transfers = transfers
-        self._requests = requests
 
     @property
     def values(self) -> WholeStep:
@@ -181,7 +172,7 @@ class ReplayedStep:
                 cu_num_logits=batch.cu_num_logits,
                 token_ids=plain.token_ids,
             )
-        draws = self._transfers.upload(layout.draws)
+        draws = self._graphs.transfers.upload(layout.draws)
         return Draws(
             logits=plain.logits.index_select(0, draws),
             view=LogitsView(
@@ -190,7 +181,7 @@ class ReplayedStep:
                 rows_np=layout.logit_rows,
                 batch_id=layout.batch_id,
             ),
-            cu_num_logits=self._transfers.upload(layout.cu_num_logits),
+            cu_num_logits=self._graphs.transfers.upload(layout.cu_num_logits),
             token_ids=plain.token_ids.index_select(0, draws),
         )
 
@@ -204,7 +195,7 @@ class ReplayedStep:
         They are the history of the logits behind them, for whoever draws once more. Until that is
         committed, the rows are as if all drafts had been accepted.
         """
-        batch, requests = self.batch, self._requests
+        batch, requests = self.batch, self._graphs.requests
         drafts = batch.input_ids.view(self.layout.num_reqs, -1)[:, 1:].long()
         commit_step(
             batch.rows,

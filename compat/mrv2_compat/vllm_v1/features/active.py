@@ -99,6 +99,8 @@ class ActiveFeatures:
 
     def plan_extras(self, scheduler_output: "SchedulerOutput") -> Mapping[str, object]:
         """Return what extensions are told of a step, by name."""
+        if not self._telling_of_steps:
+            return NO_EXTRAS
         return _told(self._telling_of_steps, lambda member: member.plan_extra(scheduler_output))
 
     def after_sample(self) -> None:
