@@ -4,6 +4,7 @@ It knows nothing of its host.
 """
 
 from mrv2.batch.commit import SampledTokens
+from mrv2.batch.layout import BatchLayout
 from mrv2.config import GraphSizes, KVGroup, LogprobsMode, RunnerConfig, ThinkingMarkers
 from mrv2.errors import (
     CapacityError,
@@ -40,6 +41,7 @@ __all__ = [
     "PROMPT_LOGPROBS",
     "STAGES",
     "Arrival",
+    "BatchLayout",
     "CapacityError",
     "CaptureError",
     "Captures",

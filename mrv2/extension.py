@@ -139,6 +139,12 @@ class StepExtension:
     def after_sample(self, step: Step, pending: PendingOutput) -> None:
         """Take note, on the host, of a step whose output is on its way."""
 
+    def give_up(self, layout: BatchLayout) -> None:
+        """Forget, on the host, a step that an error ended; its requests run the same tokens again.
+
+        It comes after whatever other hooks of the step came, and must not raise.
+        """
+
 
 ExtensionFactory: TypeAlias = Callable[[ExtensionResources], StepExtension]
 
@@ -168,6 +174,7 @@ class Extensions:
         self._following = self._defining("after_commit")
         self._giving = self._defining("outputs")
         self._noting = self._defining("after_sample")
+        self._forgetting = self._defining("give_up")
         self._addresses: dict[str, int] = {}
         self.leave_the_key = not self._capturing and not self._varying
         """Whether the key of a step follows from its layout alone."""
@@ -296,6 +303,11 @@ class Extensions:
                 raise
             except Exception as fault:
                 raise fault_of(member, "after_sample", fault) from fault
+
+    def give_up(self, layout: BatchLayout) -> None:
+        """Let each forget a step that an error ended."""
+        for member in self._forgetting:
+            member.give_up(layout)
 
     def _defining(self, hook: str) -> tuple[StepExtension, ...]:
         """Return the members that do something at a hook."""

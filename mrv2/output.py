@@ -203,7 +203,9 @@ class PendingOutput:
         None where nobody has waited for the step yet.
         """
         if self._counts is None and self._ready is None:
-            self._counts = np.array([len(tokens) for tokens in self.committed()], dtype=np.int32)
+            counts = np.array([len(tokens) for tokens in self.committed()], dtype=np.int32)
+            # A head may have been wrong about them; what was said of rows stays within bounds.
+            self._counts = np.minimum(counts, self._layout.num_logits_of)
         return self._counts
 
     def _synchronize(self) -> None:

@@ -22,7 +22,7 @@ from mrv2.batch.layout import (
 )
 from mrv2.batch.order import decodes_first, in_order
 from mrv2.config import RunnerConfig
-from mrv2.errors import ConfigError, Mrv2Error, ProtocolError
+from mrv2.errors import ConfigError, ExtensionError, Mrv2Error, ProtocolError
 from mrv2.execute.capture import CudaGraphMaker, GraphMaker
 from mrv2.execute.executor import ExecutedStep, Executor
 from mrv2.execute.parts import HostParts, build_parts
@@ -108,8 +108,8 @@ class Runner:
             ConfigError: An arrival asks for what this runner cannot give.
             ProtocolError: The last step was not sampled, or the plan contradicts itself or the
                 rows, or has extras for nobody. After any of these the rows are as they were.
-            ExtensionError: An extension raised midway. The rows are as they were, but that those of
-                requests that departed are free.
+            ExtensionError: An extension raised midway, or a row's state at an arrival. The rows are
+                as they were, but that those of requests that departed are free.
         """
         self._check_order(plan)
         self.trace.record("plan", plan)
@@ -119,6 +119,7 @@ class Runner:
             step = self._executor.run(layout, self._num_executed + 1)
         except Exception:
             self.lifecycle.take_back(plan)
+            self.extensions.give_up(layout)
             self._last_layout = None
             raise
         self.requests.progress.advance(layout.batch_id, layout.rows, layout.query_lens)
@@ -145,8 +146,9 @@ class Runner:
             ProtocolError: The step was sampled already or is not the last one, or `forced` or
                 `grammar` does not fit its logits. The step can still be sampled after the latter.
             ConfigError: A forced token is outside the vocabulary. The step can still be sampled.
-            ExtensionError: The head or an extension raised, or broke its protocol. The step is
-                given up: the rows are as if it had not run, and the next one can be executed.
+            ExtensionError: The head or an extension raised, or broke its protocol. After this, as
+                after every error but the two above, the step is given up: the rows are as if it had
+                not run, and the next one can be executed.
         """
         if not step.number == self._num_sampled + 1 == self._num_executed:
             executed = "" if self._num_sampled < self._num_executed else ", and was not executed"
@@ -162,11 +164,13 @@ class Runner:
         self._num_sampled = step.number
         try:
             return self._finish(step, forced, grammar)
-        except Exception as fault:
+        except (ProtocolError, ConfigError) as fault:
+            # To the caller these two mean that the step can still be sampled.
             self._give_up(layout)
-            if isinstance(fault, Mrv2Error):
-                raise
-            raise fault_of(self.head, "finish", fault) from fault
+            raise ExtensionError(f"step {step.number} is given up: {fault}") from fault
+        except Exception:
+            self._give_up(layout)
+            raise
 
     def _finish(
         self, step: ExecutedStep, forced: Forced | None, grammar: GrammarMask | None
@@ -177,7 +181,12 @@ class Runner:
         if forced is None and grammar is None and not self.trace.wants("processed_logits"):
             tokens = step.tokens(self.head)
         if tokens is None:
-            results = self.head.finish(step, grammar)
+            try:
+                results = self.head.finish(step, grammar)
+            except Mrv2Error:
+                raise
+            except Exception as fault:
+                raise fault_of(self.head, "finish", fault) from fault
             check_sampled(results.sampled, step, self.head)
             may_reject = results.sampled.num_sampled is not step.batch.num_logits
             tokens = DownloadedTokens(results.sampled, self.transfers, may_reject=may_reject)
@@ -206,7 +215,10 @@ class Runner:
 
         Raises:
             CaptureError: A step cannot be captured. All steps stay eager.
+            ExtensionError: The head's plain draw is not one that can be committed.
+            ProtocolError: A step was executed but not sampled, or its output is not there yet.
         """
+        self._check_idle()
         self._executor.capture()
 
     def release_graphs(self) -> None:
@@ -295,8 +307,13 @@ class Runner:
         else:
             rows, room = check_work(plan, self.config, self.rows, self.block_tables)
             self.extensions.check(plan)
+            self._last_layout = None  # not this one's, should something raise from here on
             self.lifecycle.apply(plan)
-            layout = self._lay_out_lists(scheduled, rows)
+            try:
+                layout = self._lay_out_lists(scheduled, rows)
+            except Exception:
+                self.lifecycle.take_back(plan)
+                raise
         self._last_layout, self._room = layout, room
         return layout
 
@@ -338,5 +355,7 @@ class Runner:
         if not layout.is_exact:
             before = progress.exact(layout.rows)
         for row, num_computed_tokens in zip(layout.rows.tolist(), before.tolist(), strict=True):
-            self.requests.stage_progress(row, num_computed_tokens)
+            # The bounds stay: the scheduler may still take drafts of an earlier step for accepted.
+            self.requests.num_computed_tokens.stage_write(row, 0, [num_computed_tokens])
+        self._parts.extensions.give_up(layout)
         self._last_layout = None

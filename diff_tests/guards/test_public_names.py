@@ -8,6 +8,7 @@ PUBLIC = [
     "PROMPT_LOGPROBS",
     "STAGES",
     "Arrival",
+    "BatchLayout",
     "CapacityError",
     "CaptureError",
     "Captures",

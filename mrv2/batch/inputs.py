@@ -212,6 +212,8 @@ class InputViews(NamedTuple):
     cu_num_logits: Tensor
     draw_rows: Tensor
     """What `pack_mixed` puts in the place of `cu_num_logits`."""
+    one_each: Tensor
+    """[num_reqs + 1]. `cu_num_logits` where everybody has one logit."""
     input_ids: Tensor
     positions: Tensor
     seq_lens: Tensor
@@ -253,6 +255,7 @@ class InputBuffers:
         self._logit_rows = buffer(num_tokens, torch.int32)
         self._logit_positions = buffer(num_tokens, torch.int64)
         self._num_logits = buffer(num_reqs, torch.int32)
+        self._one_each = torch.arange(num_reqs + 1, dtype=torch.int32, device=device)
         self._shape = (-1, -1, -1)
         self._views: InputViews | None = None
 
@@ -284,6 +287,7 @@ class InputBuffers:
             first_tokens=packed[section : section + num_reqs],
             cu_num_logits=packed[2 * section : 2 * section + num_reqs + 1],
             draw_rows=packed[2 * section : 2 * section + num_reqs],
+            one_each=self._one_each[: num_reqs + 1],
             input_ids=self._input_ids[:num_tokens],
             positions=self._positions[:num_tokens],
             seq_lens=self._seq_lens[:num_reqs],
@@ -355,7 +359,9 @@ def prepare_mixed_inputs(
         views.logit_positions,
         views.num_logits,
     )
-    return _batch(layout, views, views.logits_indices, views.draw_rows, has_all_logits=False)
+    batch = _batch(layout, views, views.logits_indices, views.draw_rows, has_all_logits=False)
+    batch.cu_num_logits = views.one_each
+    return batch
 
 
 def prepare_inputs(

@@ -20,6 +20,7 @@ from mrv2.execute.eager import EagerStep
 from mrv2.execute.parts import StepParts
 from mrv2.execute.shape import WHOLE, GraphKey, GraphMode, GraphShapes
 from mrv2.execute.whole import ReplayedStep, StepGraphs, WholeStep
+from mrv2.head.check import check_form
 from mrv2.memory.ring import ResultRing, publish
 from mrv2.plan import Scheduled
 from mrv2.ports import Captures
@@ -89,9 +90,11 @@ class Executor:
             CapacityError: There are more requests than rows.
         """
         config = self._parts.config
-        if not 1 <= num_reqs <= config.max_num_reqs:
+        most = min(config.max_num_reqs, config.max_num_tokens)
+        if not 1 <= num_reqs <= most:
             raise CapacityError(
-                f"{num_reqs} idle requests are to run; max_num_reqs is {config.max_num_reqs}"
+                f"{num_reqs} idle requests are to run; max_num_reqs is {config.max_num_reqs} and "
+                f"max_num_tokens {config.max_num_tokens}: run 1 to {most}"
             )
         layout = idle_decode(num_reqs, config.idle_row, 1)
         key = self._choose(layout)
@@ -136,6 +139,7 @@ class Executor:
         Raises:
             CaptureError: A step cannot be captured. All steps stay eager.
         """
+        self.ring.read_all()
         self.release()
         config = self._parts.config
         if self._most is not Captures.NONE:
@@ -223,6 +227,7 @@ class Executor:
         """Queue a step to its very end: its tokens are written into the host's memory."""
         step = self._queue_whole(layout, mode)
         sampled, ring = step.plain.sampled, self.ring
+        check_form(sampled, layout.num_reqs, layout.max_num_logits, self._parts.head)
         publish(sampled.token_ids, sampled.num_sampled, ring.cursor, ring.values)
         return step
 

@@ -19,6 +19,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from mrv2.batch.layout import BatchLayout
 from mrv2.errors import ProtocolError
 from mrv2.extension import ExtensionResources, StepExtension
 from mrv2.output import Logprobs, Reader, host_logprobs
@@ -90,6 +91,8 @@ class PromptLogprobs(StepExtension):
         self._vocab_size = config.vocab_size
         self._normalises = config.logprobs_mode in ("raw_logprobs", "processed_logprobs")
         self._prompts: dict[int, _Prompt] = {}
+        self._completed: dict[int, _Prompt] = {}
+        """Those of the last step that was scored, until no error can end it any more."""
 
     def admit(self, row: int, arrival: Arrival) -> None:
         """Take a request's wishes."""
@@ -105,6 +108,7 @@ class PromptLogprobs(StepExtension):
     def evict(self, row: int) -> None:
         """Forget a row."""
         self._prompts.pop(row, None)
+        self._completed.pop(row, None)
 
     def check(self, plan: StepPlan) -> None:
         """Refuse a step that leaves positions of a prompt out, and change nothing.
@@ -125,6 +129,7 @@ class PromptLogprobs(StepExtension):
 
     def outputs(self, step: Step) -> Reader | None:
         """Score the step's prompt tokens; see `score`."""
+        self._completed.clear()
         if not self._prompts:
             return None
         layout = step.layout
@@ -136,6 +141,11 @@ class PromptLogprobs(StepExtension):
             self._compute_logits,
         )
         return partial(_on_the_host, completed) if completed else None
+
+    def give_up(self, layout: BatchLayout) -> None:
+        """Take prompts that the step completed for unfinished: they run again."""
+        self._prompts.update(self._completed)
+        self._completed.clear()
 
     def score(
         self,
@@ -180,7 +190,7 @@ class PromptLogprobs(StepExtension):
             prompt.num_scored = max(stop, start)
             if start + behind - offset > prompt.num_wanted:
                 completed[prompt.req_id] = prompt.scores
-                del self._prompts[row]
+                self._completed[row] = self._prompts.pop(row)
         return completed
 
     def _score_chunk(

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import TypeAlias
 
 import numpy as np
+import torch
 
 from mrv2.batch.commit import SampledTokens
 from mrv2.batch.layout import BatchLayout
@@ -59,14 +60,8 @@ def check_sampled(sampled: SampledTokens, step: Step, head: Head) -> None:
             somebody waits for the output.
     """
     layout, num_logits = step.layout, step.batch.num_logits
-    shape, widest = sampled.token_ids.shape, layout.max_num_logits or 1
-    if len(shape) != 2 or shape[0] != layout.num_reqs or not 1 <= shape[1] <= widest:
-        raise ExtensionError(
-            f"the head {head.name!r} gives tokens of shape {list(shape)} for "
-            f"{layout.num_reqs} requests with up to {layout.max_num_logits} logits: give "
-            f"[{layout.num_reqs}, 1 to {widest}]"
-        )
     counts = sampled.num_sampled
+    check_form(sampled, layout.num_reqs, layout.max_num_logits or 1, head)
     if counts is num_logits or num_logits.device.type != "cpu":
         return
     if len(counts) != len(num_logits) or bool(
@@ -76,4 +71,26 @@ def check_sampled(sampled: SampledTokens, step: Step, head: Head) -> None:
             f"the head {head.name!r} samples {counts.tolist()} tokens for requests of "
             f"{num_logits.tolist()} logits: sample 1 to as many as there are, and none where none "
             "is"
+        )
+
+
+def check_form(sampled: SampledTokens, num_reqs: int, width: int, head: Head) -> None:
+    """Refuse tensors that kernels would misread: they take what lies where they expect it.
+
+    Raises:
+        ExtensionError: A shape, a dtype or the order in memory is another one.
+    """
+    token_ids, counts = sampled.token_ids, sampled.num_sampled
+    if token_ids.shape != (num_reqs, width) or counts.shape != (num_reqs,):
+        raise ExtensionError(
+            f"the head {head.name!r} gives tokens of shape {list(token_ids.shape)} and counts of "
+            f"shape {list(counts.shape)} for {num_reqs} requests with up to {width} logits: give "
+            f"[{num_reqs}, {width}] and [{num_reqs}]"
+        )
+    fits = token_ids.dtype is torch.int64 and counts.dtype is torch.int32
+    if not fits or not (token_ids.is_contiguous() and counts.is_contiguous()):
+        raise ExtensionError(
+            f"the head {head.name!r} gives tokens as {token_ids.dtype} of strides "
+            f"{token_ids.stride()} and counts as {counts.dtype} of strides {counts.stride()}: give "
+            "contiguous int64 tokens and int32 counts"
         )

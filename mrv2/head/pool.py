@@ -1,6 +1,6 @@
 """The head of a model that reads: a vector, or several, for each request whose prompt has run."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from functools import partial
 from typing import Protocol
 
@@ -19,15 +19,15 @@ from mrv2.state.protocol import RowState
 from mrv2.step import Step
 
 POOLED = "pooled"
-"""The head's key in `RunnerOutput.extras`: a tensor for each request, in batch order, None where
-there is none in this step."""
+"""The head's key in `RunnerOutput.extras`: by id, a tensor on the host for each request that got
+its values in this step."""
 
 
 class Pooler(RowState, Protocol):
     """Makes values of hidden states; a port of the host."""
 
-    def pool(self, batch: InputBatch, output: ForwardOutput) -> Sequence[Tensor | None]:
-        """Return the values of each request, in batch order; None where its prompt goes on.
+    def pool(self, batch: InputBatch, output: ForwardOutput) -> Mapping[str, Tensor]:
+        """Return the values of requests by id, those whose prompts go on left out.
 
         Args:
             batch: The step's inputs.
@@ -91,16 +91,17 @@ class PoolHead:
         """Queue the pooling and the copies of its values.
 
         Raises:
-            ExtensionError: The pooler does not give one value for each request.
+            ExtensionError: The pooler gives values for a request that is not in the step.
         """
         num_reqs = step.layout.num_reqs
         pooled = self._pooler.pool(step.batch, step.output)
-        if len(pooled) != num_reqs:
+        strangers = sorted(set(pooled).difference(step.layout.req_ids))
+        if strangers:
             raise ExtensionError(
-                f"the pooler gives {len(pooled)} values for {num_reqs} requests: give one each, or "
-                "None"
+                f"the pooler gives values for {strangers}, which are not in the step: leave them "
+                "out"
             )
-        copies = [None if each is None else self._transfers.download(each) for each in pooled]
+        copies = {req_id: self._transfers.download(each) for req_id, each in pooled.items()}
         return HeadResults(
             sampled=SampledTokens(
                 token_ids=self._nothing[:num_reqs], num_sampled=step.batch.num_logits

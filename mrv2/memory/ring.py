@@ -86,6 +86,19 @@ class ResultRing:
                 )
             owner.take()
 
+    def read_all(self) -> None:
+        """Read what every slot still holds, before steps that are nobody's write over it.
+
+        Raises:
+            ProtocolError: A step that wrote one has not passed.
+        """
+        slots = [owner() for owner in self._owners if owner is not None]
+        unread = [slot for slot in slots if slot is not None]
+        if any(slot.is_late for slot in unread):
+            raise ProtocolError("a step's output is not there yet; wait for it before capturing")
+        for slot in unread:
+            slot.take()
+
     def begin(self, num_values: int, *, may_reject: bool = False) -> Slot:
         """Return the slot of a step that is queued next; `make_room` came before.
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from mrv2.errors import ExtensionError, Mrv2Error
 from mrv2.plan import Arrival, StepPlan
 from mrv2.state.block_tables import BlockTables
 from mrv2.state.protocol import RowState
@@ -27,8 +28,9 @@ class Lifecycle:
     def apply(self, plan: StepPlan) -> None:
         """Apply a plan's events, which were checked.
 
-        What a state raises when it is told of an arrival is passed on; then no request of the plan
-        has arrived or was given blocks.
+        Raises:
+            Mrv2Error: A state's own, about an arrival; what else it raises is told as an
+                `ExtensionError`. No request of the plan has arrived or was given blocks then.
         """
         for req_id in plan.departed:
             self._leave(req_id)
@@ -66,11 +68,17 @@ class Lifecycle:
             for state in self.states:
                 state.admit(row, arrival)
                 told.append(state)
-        except Exception:
+        except Exception as fault:
             self.rows.release(arrival.req_id)
             for state in told:
                 state.evict(row)
-            raise
+            if isinstance(fault, Mrv2Error):
+                raise
+            state = self.states[len(told)]
+            raise ExtensionError(
+                f"{type(state).__name__} raised {type(fault).__name__} when request "
+                f"{arrival.req_id!r} arrived: {fault}"
+            ) from fault
 
     def _leave(self, req_id: str) -> None:
         row = self.rows.release(req_id)

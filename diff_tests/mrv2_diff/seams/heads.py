@@ -1,6 +1,6 @@
 """Heads and what stands beside them: a pooler, a model cut in two, and a head that is wrong."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -54,13 +54,15 @@ class SummingPooler:
             self._sums[row].zero_()
         self._new.clear()
 
-    def pool(self, batch: InputBatch, output: ForwardOutput) -> Sequence[Tensor | None]:
+    def pool(self, batch: InputBatch, output: ForwardOutput) -> Mapping[str, Tensor]:
         """Add the step's hidden states; return the sums, [1] int64, of prompts that end with it."""
         layout = batch.layout
         rows = rows_of_tokens(batch, layout.num_tokens)
         self._sums.index_add_(0, rows, output.hidden[: layout.num_tokens])
-        ends = zip(layout.rows.tolist(), layout.seq_lens.tolist(), strict=True)
-        return [self._sums[row] if end == self._prompt_lens[row] else None for row, end in ends]
+        ends = zip(layout.req_ids, layout.rows.tolist(), layout.seq_lens.tolist(), strict=True)
+        return {
+            req_id: self._sums[row] for req_id, row, end in ends if end == self._prompt_lens[row]
+        }
 
 
 class FirstPart(HashLM):

@@ -35,6 +35,7 @@ from vllm.v1.sample.logits_processor import (
 
 from mrv2 import (
     Arrival,
+    BatchLayout,
     LogitsStage,
     LogitsView,
     PendingOutput,
@@ -146,6 +147,10 @@ class CustomProcessors(StepExtension):
         if drawing:
             self._drawn.append((drawing, pending))
 
+    def give_up(self, layout: BatchLayout) -> None:
+        """Forget which requests a step drew for: it draws them anew."""
+        self._step, self._view = [], None
+
     # What the stages call.
 
     def apply(self, processors: Sequence[_Processor], logits: Tensor, view: LogitsView) -> None:
@@ -176,11 +181,12 @@ class CustomProcessors(StepExtension):
         if view is self._view:
             return
         self._view = view
-        for drawing, pending in self._drawn:
-            committed = chain.from_iterable(pending.committed())
+        while self._drawn:  # one by one: what was shown is not shown again, should one raise
+            drawing, pending = self._drawn[0]
+            committed = list(chain.from_iterable(pending.committed()))
+            del self._drawn[0]
             for member, token_id in zip(drawing, committed, strict=True):
                 member.outputs.append(token_id)
-        self._drawn.clear()
         self._step = [self._members[row] for row in view.rows_np.tolist()]
         if len(set(map(id, self._step))) != len(self._step):
             raise ProtocolError(

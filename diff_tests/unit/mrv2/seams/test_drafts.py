@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from random import Random
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ import torch
 
 from mrv2 import (
     ConfigError,
+    ExtensionError,
     GrammarMask,
     GraphSizes,
     KVGroup,
@@ -18,6 +20,7 @@ from mrv2 import (
     ProtocolError,
     RunnerConfig,
     Sampling,
+    StepPlan,
     ThinkingMarkers,
 )
 from mrv2.batch.inputs import InputBatch
@@ -217,6 +220,38 @@ def test_a_grammar_masks_any_of_a_requests_logits(replayed: bool) -> None:
     assert output.token_ids == [[*greedy(2)[1:], 17, 18]]
     host.take(output)
     check_device(toy.runner, live_requests(host))
+
+
+@pytest.mark.parametrize("replayed", [False, True], ids=["eager", "replayed"])
+def test_a_step_given_up_behind_drafts_in_flight_may_be_run_again(replayed: bool) -> None:
+    toy, host = drafting(with_drafts(2, replayed=replayed))
+    request, wrong = host.add("a", PROMPT), [PROMPT[0]] * 30
+    host.lives[request] = Life(prompt=request.prompt, sampling=request.sampling, tokens=wrong)
+    toy.run({"a": len(PROMPT)})
+    host.draft("a", 2)
+    first = toy.step({"a": 3})
+    assert first is not None
+    plan = host.plan({"a": 1})
+    step = toy.runner.execute(plan)
+    fault = ZeroDivisionError("one too many")
+    grammar = GrammarMask(
+        bitmask=np.zeros((1, num_words(CONFIG.vocab_size)), dtype=np.int32),
+        logit_idx=np.array([0], dtype=np.int32),
+    )
+    with (
+        patch.object(toy.runner.head, "finish", side_effect=fault),
+        pytest.raises(ExtensionError, match="ZeroDivisionError in finish: one too many"),
+    ):
+        toy.runner.sample(step, grammar=grammar)
+    second = toy.runner.sample(toy.runner.execute(StepPlan(scheduled=plan.scheduled)))
+    host.take(first.wait())
+    host.take(second.wait())
+    check_device(toy.runner, live_requests(host))
+    for _ in range(4):
+        toy.run({"a": 1})
+    outputs = host.requests["a"].outputs
+    assert len(outputs) >= 6
+    assert outputs == greedy(len(outputs))
 
 
 WRONG_DRAFTS: dict[str, tuple[dict[str, list[int]], type[Mrv2Error], str]] = {

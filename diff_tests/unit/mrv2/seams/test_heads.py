@@ -3,19 +3,24 @@
 from collections import deque
 from dataclasses import replace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
+from torch import Tensor
 
 from mrv2 import (
     POOLED,
     ConfigError,
     ExtensionError,
+    GenerateHead,
     GraphSizes,
     KVGroup,
     PendingOutput,
     PlainDraw,
+    ProtocolError,
     RunnerConfig,
+    SampledTokens,
     Sampling,
     StepPlan,
     pool_head,
@@ -72,11 +77,11 @@ def test_a_pool_head_gives_each_prompts_sum_over_its_chunks(config: RunnerConfig
         output = queued.wait()
         assert output.token_ids == [[] for _ in work]
         pooled: Any = output.extras[POOLED]
-        for req_id, value in zip(output.req_ids, pooled, strict=True):
+        for req_id in output.req_ids:
             request = toy.host.requests[req_id]
-            assert (value is None) == (request.num_computed < len(request.prompt))
-            if value is not None:
-                assert value.tolist() == [summed(request.prompt)]
+            assert (req_id in pooled) == (request.num_computed >= len(request.prompt))
+            if req_id in pooled:
+                assert pooled[req_id].tolist() == [summed(request.prompt)]
                 toy.host.finish(req_id)
                 num_pooled += 1
     assert num_pooled > 100
@@ -149,8 +154,8 @@ def test_two_runners_in_a_row_draw_what_one_does(name: str, lag: int) -> None:
 
 FAULTS = {
     "raises": "'faulty head' raised ZeroDivisionError in finish: one too many",
-    "rows": r"'faulty head' gives tokens of shape \[2, 1\] for 3 requests",
-    "columns": r"'faulty head' gives tokens of shape \[3, 2\] for 3 requests",
+    "rows": r"gives tokens of shape \[2, 1\] and counts of shape \[3\] for 3 requests",
+    "columns": r"gives tokens of shape \[3, 2\] and counts of shape \[3\] for 3 requests",
     "too many": r"'faulty head' samples \[2, 2, 2\] tokens for requests of \[1, 1, 1\] logits",
     "none": r"'faulty head' samples \[0, 0, 0\] tokens for requests of \[1, 1, 1\] logits",
 }
@@ -211,3 +216,37 @@ def test_what_a_graph_draws_wrongly_is_found_when_its_output_is_waited_for() -> 
     following = toy.step({"b": 2})  # others are served on
     assert following is not None
     assert following.wait().token_ids == [hashlm_tokens([4, 5], 1, 61, TWO_GROUPS)]
+
+
+def test_a_heads_own_refusal_gives_the_step_up_under_a_name_that_says_so() -> None:
+    toy = Toy(CONFIG, windows=TWO_GROUPS)
+    toy.host.add("a", [1, 2, 3, 4], Sampling(num_prompt_logprobs=0))
+    step = toy.runner.execute(plan := toy.host.plan({"a": 4}))
+    refusal = ProtocolError("a request has several logits")
+    with (
+        patch.object(toy.runner.extensions, "after_sample", side_effect=refusal),
+        pytest.raises(ExtensionError, match="step 1 is given up: a request has several logits"),
+    ):
+        toy.runner.sample(step)
+    output = toy.runner.sample(toy.runner.execute(StepPlan(scheduled=plan.scheduled))).wait()
+    scored = output.extras["prompt_logprobs"]
+    assert isinstance(scored, dict)
+    assert list(scored) == ["a"], "the prompt's logprobs were lost with the step"
+
+
+@pytest.mark.parametrize("fault", ["int32 tokens", "strided tokens"])
+def test_what_kernels_would_misread_is_refused_before_the_commit(fault: str) -> None:
+    class Misfit(GenerateHead):
+        def accept(self, batch: InputBatch, cu_num_logits: Tensor, drawn: Tensor) -> SampledTokens:
+            given = super().accept(batch, cu_num_logits, drawn)
+            wrong = given.token_ids.int()
+            if fault == "strided tokens":
+                wrong = torch.stack([given.token_ids] * 2, 1)[:, 0]
+            return replace(given, token_ids=wrong)
+
+    toy = Toy(CONFIG, head=Misfit, windows=TWO_GROUPS)
+    toy.host.add("a", [1, 2, 3])
+    toy.host.add("b", [4, 5])
+    step = toy.runner.execute(toy.host.plan({"a": 3, "b": 2}))
+    with pytest.raises(ExtensionError, match="give contiguous int64 tokens and int32 counts"):
+        toy.runner.sample(step)
